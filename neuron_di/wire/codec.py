@@ -1,0 +1,46 @@
+"""Bytes to typed messages and back: msgspec only, a declared type and a size limit each time."""
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from neuron_di.errors import RemoteProtocolError
+
+T = TypeVar("T")
+
+SIGNAL_BYTES_MAX = 8 << 20  # one message on the signal link, Ready of a million tokens included
+LEG_BYTES_MAX = 16 << 20  # one leg's HTTP body: the client's own body limit
+EVENT_BYTES_MAX = 1 << 20  # one line of a leg's answer
+
+
+class Decoder(Generic[T]):
+    """Decodes one declared type from a peer's bytes, or raises RemoteProtocolError."""
+
+    def __init__(self, message_type: Any, *, bytes_max: int, as_json: bool) -> None:
+        self._bytes_max = bytes_max
+        self._decoder: Any = (
+            msgspec.json.Decoder(message_type) if as_json else msgspec.msgpack.Decoder(message_type)
+        )
+
+    def decode(self, raw: bytes | memoryview) -> T:
+        if len(raw) > self._bytes_max:
+            raise RemoteProtocolError(
+                f"message of {len(raw)} bytes, more than the limit of {self._bytes_max}"
+            )
+        try:
+            message: T = self._decoder.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RemoteProtocolError(f"undecodable message: {error}") from None
+        return message
+
+
+_json_encoder = msgspec.json.Encoder()
+_msgpack_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_json(message: msgspec.Struct) -> bytes:
+    return _json_encoder.encode(message)
+
+
+def encode_msgpack(message: msgspec.Struct) -> bytes:
+    return _msgpack_encoder.encode(message)

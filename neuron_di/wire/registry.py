@@ -1,0 +1,77 @@
+"""What a worker and the embedded registry say to each other over ZMQ.
+
+    worker (DEALER)                     registry (ROUTER)
+    GrantLease        ->
+                      <-                LeaseGranted
+    PutKey            ->
+                      <-                KeyPut
+    KeepLeaseAlive    ->                                  every third of the lease's duration
+                      <-                LeaseRemaining    0: unknown, announce anew
+    RevokeLease       ->
+                      <-                LeaseRevoked
+
+Every request carries a number, `call`, which its answer repeats. A request that is refused is
+answered with RegistryRefused; so is a message that cannot be decoded, with `call` 0.
+"""
+
+import msgspec
+
+from neuron_di.wire.codec import Decoder
+
+REGISTRY_BYTES_MAX = 128 << 10  # one message: a value of RECORD_BYTES_MAX, its key, and room
+
+
+class GrantLease(msgspec.Struct, frozen=True, kw_only=True, tag="grant_lease"):
+    call: int
+    ttl_s: float
+
+
+class PutKey(msgspec.Struct, frozen=True, kw_only=True, tag="put_key"):
+    call: int
+    key: str
+    value: bytes
+    lease: int
+
+
+class KeepLeaseAlive(msgspec.Struct, frozen=True, kw_only=True, tag="keep_lease_alive"):
+    call: int
+    lease: int
+
+
+class RevokeLease(msgspec.Struct, frozen=True, kw_only=True, tag="revoke_lease"):
+    call: int
+    lease: int
+
+
+class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="lease_granted"):
+    call: int
+    lease: int
+
+
+class KeyPut(msgspec.Struct, frozen=True, kw_only=True, tag="key_put"):
+    call: int
+
+
+class LeaseRemaining(msgspec.Struct, frozen=True, kw_only=True, tag="lease_remaining"):
+    call: int
+    ttl_s: float
+
+
+class LeaseRevoked(msgspec.Struct, frozen=True, kw_only=True, tag="lease_revoked"):
+    call: int
+
+
+class RegistryRefused(msgspec.Struct, frozen=True, kw_only=True, tag="registry_refused"):
+    call: int
+    reason: str
+
+
+RegistryCall = GrantLease | PutKey | KeepLeaseAlive | RevokeLease
+RegistryAnswer = LeaseGranted | KeyPut | LeaseRemaining | LeaseRevoked | RegistryRefused
+
+registry_call_decoder: Decoder[RegistryCall] = Decoder(
+    RegistryCall, bytes_max=REGISTRY_BYTES_MAX, as_json=False
+)
+registry_answer_decoder: Decoder[RegistryAnswer] = Decoder(
+    RegistryAnswer, bytes_max=REGISTRY_BYTES_MAX, as_json=False
+)

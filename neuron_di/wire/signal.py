@@ -1,0 +1,154 @@
+"""What a decode worker and a prefill worker say to each other over ZMQ (seed N-39, N-40, N-52).
+
+    decode (DEALER)                 prefill (ROUTER)
+    Handshake        ->
+                     <-                 Welcome            (or Refused)
+    KvMapInit        ->
+                     <-                 KvMap
+    LookupAll        ->                                    "is this request's KV there?"
+                     <-                 NotYet             prefill is not finished; Ready follows
+                     <-                 Never              it failed, was cancelled, or is over
+                     <-                 Ready              prompt ids, token 0, where the KV lies
+    Pull             ->                                    a slot is free: the transfer starts now
+      (the transfer engine moves the blocks; two-sided engines post their sends on Pull)
+    Done             ->                                    blocks arrived and verified; free them
+    Abort            <->                                   this request is over on my side
+    Ping             ->
+                     <-                 Pong
+
+`request_id` and `attempt` are typed fields; nothing is parsed out of an id. A message that
+cannot be decoded is answered with Malformed and changes nothing else.
+"""
+
+import msgspec
+
+from neuron_di.types import Incarnation, RequestId, WorkerId
+from neuron_di.wire.codec import SIGNAL_BYTES_MAX, Decoder
+
+SIGNAL_VERSION = 1
+
+
+class KvLayoutFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The geometry two pools must share. Mirrors `kv.KvLayout`, which computes the digest."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # token positions
+    dtype: str
+
+
+class ShmRegion(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):
+    """A KV pool in shared memory of this host, reached as an open file of its owner."""
+
+    pid: int
+    fd: int
+    incarnation: Incarnation  # also stands in the segment's header: a reused pid is noticed
+    num_blocks: int
+    layout: KvLayoutFields
+
+
+# One member per kind of transfer engine.
+Region = ShmRegion
+
+
+class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="handshake"):
+    version: int
+    worker_id: WorkerId
+    incarnation: Incarnation
+    expects: Incarnation  # the incarnation the sender was told to talk to
+    model_digest: str
+    layout_digest: str
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    status: str  # "ok"
+    timestamp: float  # unix seconds
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    reason: str
+    is_stale: bool = False  # true: this is not the process you expected, ask who is there now
+
+
+class KvMapInit(msgspec.Struct, frozen=True, kw_only=True, tag="kv_map_init"):
+    region: Region
+
+
+class KvMap(msgspec.Struct, frozen=True, kw_only=True, tag="kv_map"):
+    region: Region
+
+
+class LookupAll(msgspec.Struct, frozen=True, kw_only=True, tag="lookup_all"):
+    request_id: RequestId
+    attempt: int
+
+
+class NotYet(msgspec.Struct, frozen=True, kw_only=True, tag="not_yet"):
+    request_id: RequestId
+    attempt: int
+
+
+class Never(msgspec.Struct, frozen=True, kw_only=True, tag="never"):
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Everything the decode worker needs to continue: it never re-tokenises or re-samples."""
+
+    request_id: RequestId
+    attempt: int
+    prompt_ids: list[int]
+    first_token: int
+    block_ids: list[int]  # in the prefill worker's pool, in token order
+    generations: list[int]  # of those blocks; a reader compares them after its copy
+    num_tokens: int  # token positions that hold KV
+
+    def __repr__(self) -> str:
+        return f"Ready(request_id={self.request_id!r}, attempt={self.attempt})"
+
+
+class Pull(msgspec.Struct, frozen=True, kw_only=True, tag="pull"):
+    request_id: RequestId
+    attempt: int
+    block_ids: list[int]  # destination blocks, in the decode worker's pool
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    request_id: RequestId
+    attempt: int
+    kv_bytes: int
+    transfer_s: float
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
+    sequence: int
+
+
+class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
+    sequence: int
+
+
+class Malformed(msgspec.Struct, frozen=True, kw_only=True, tag="malformed"):
+    reason: str
+
+
+FromDecode = Handshake | KvMapInit | LookupAll | Pull | Done | Abort | Ping
+FromPrefill = Welcome | Refused | KvMap | NotYet | Never | Ready | Abort | Pong | Malformed
+
+from_decode_decoder: Decoder[FromDecode] = Decoder(
+    FromDecode, bytes_max=SIGNAL_BYTES_MAX, as_json=False
+)
+from_prefill_decoder: Decoder[FromPrefill] = Decoder(
+    FromPrefill, bytes_max=SIGNAL_BYTES_MAX, as_json=False
+)

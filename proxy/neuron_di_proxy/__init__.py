@@ -1,0 +1,1 @@
+"""The HTTP front: the OpenAI API, routing, and both legs of every request."""
