@@ -1,0 +1,90 @@
+"""Options from flags, the environment and a TOML file, in this order of precedence."""
+
+import argparse
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING
+from pathlib import Path
+from typing import TypeVar
+
+from neuron_di.config.nearest import nearest
+from neuron_di.config.option import VARIABLE_PREFIX, OptionSpec, build, specs_of
+from neuron_di.config.options import OPTION_SETS
+from neuron_di.config.value import parse_value
+from neuron_di.errors import ConfigError
+
+T = TypeVar("T")
+
+_CONFIG_VARIABLE = VARIABLE_PREFIX + "CONFIG"
+
+# By key: what was written, and where, as in "NEURON_DI_PORT" or "port in site.toml".
+_Written = dict[str, tuple[object, str]]
+
+
+def load_options(
+    options_class: type[T],
+    flags: argparse.Namespace,
+    environ: Mapping[str, str],
+    toml_path: str | Path | None = None,
+) -> T:
+    """The options of one command. Raises ConfigError for what is unknown, wrong or missing.
+
+    `flags` comes from a parser prepared by `add_flags`; `toml_path` is its `--config`, in whose
+    place the variable NEURON_DI_CONFIG is read. A file or an environment may hold the options
+    of other commands too.
+    """
+    specs = specs_of(options_class)
+    known = {key: spec for each in OPTION_SETS for key, spec in specs_of(each).items()} | specs
+    path = toml_path or environ.get(_CONFIG_VARIABLE)
+    written: _Written = _from_file(Path(path), known) if path else {}
+    written |= _from_environ(environ, known)
+    written |= {key: (raw, specs[key].flag) for key, raw in vars(flags).items() if key in specs}
+    for spec in specs.values():
+        if spec.default is MISSING and spec.key not in written:
+            raise ConfigError(_missing(spec), param=spec.key)
+    return build(
+        options_class,
+        {key: parse_value(spec, *written[key]) for key, spec in specs.items() if key in written},
+    )
+
+
+def _from_file(path: Path, known: Mapping[str, OptionSpec]) -> _Written:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for key, raw in table.items():
+        if key not in known:
+            hint = "; keys stand at the top, without tables" if isinstance(raw, dict) else ""
+            near = nearest(key, _suggestible(known))
+            raise ConfigError(
+                f"unknown key {key!r} in {path}; the nearest valid one is {near!r}{hint}", param=key
+            )
+    return {key: (raw, f"{key} in {path}") for key, raw in table.items()}
+
+
+def _from_environ(environ: Mapping[str, str], known: Mapping[str, OptionSpec]) -> _Written:
+    keys = {spec.variable: key for key, spec in known.items()}
+    names = [name for name in environ if name.startswith(VARIABLE_PREFIX)]
+    for name in names:
+        if name not in keys and name != _CONFIG_VARIABLE:
+            valid = [known[key].variable for key in _suggestible(known)]
+            raise ConfigError(
+                f"unknown variable {name}; the nearest valid one is {nearest(name, valid)}",
+                param=name,
+            )
+    return {keys[name]: (environ[name], name) for name in names if name in keys}
+
+
+def _suggestible(known: Mapping[str, OptionSpec]) -> list[str]:
+    return [key for key, spec in known.items() if not spec.hidden]
+
+
+def _missing(spec: OptionSpec) -> str:
+    on_command_line = spec.key.upper() if spec.positional else spec.flag
+    return (
+        f"{spec.key} is missing: give {on_command_line}, set {spec.variable}, or write {spec.key} "
+        "in the file of --config"
+    )

@@ -1,0 +1,221 @@
+"""Every option of every command, one set per command.
+
+The help texts are what `--help` prints. A key that several commands share has one type.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from neuron_di.config.option import ByteSize, option
+from neuron_di.types import Role
+
+PORT_MAX = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How a worker computes."""
+
+    device: Literal["cpu"] = option("what the model runs on", default="cpu")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "number format of weights, KV and computation; auto is float32 on a CPU", default="auto"
+    )
+    context_tokens: int | None = option(
+        "longest prompt and answer together, in tokens; none takes the model's own limit",
+        default=None,
+        at_least=2,
+    )
+    block_size: int = option(
+        "token positions per KV block; all workers must agree", default=16, at_least=1, at_most=1024
+    )
+    num_blocks: int | None = option(
+        "KV blocks in a worker's pool; none computes it from --kv-memory", default=None, at_least=1
+    )
+    kv_memory: ByteSize | None = option(  # noqa: RUF009
+        "memory for a worker's KV pool, such as 2GiB; none computes it from the batch and context",
+        default=None,
+        at_least=1,
+    )
+    prefill_batch: int = option(
+        "prompts a prefill worker holds at once: being computed, or waiting to be pulled",
+        default=8,
+        at_least=1,
+        at_most=4096,
+    )
+    decode_batch: int = option(
+        "requests a worker decodes together", default=16, at_least=1, at_most=4096
+    )
+    chunk_tokens: int = option(
+        "a longer prompt is computed in pieces of this many tokens",
+        default=512,
+        at_least=1,
+        at_most=1 << 20,
+    )
+    waiting_max: int = option(
+        "requests that may wait in a worker; one more is refused",
+        default=256,
+        at_least=1,
+        at_most=1 << 20,
+    )
+    threads: int | None = option(
+        "threads a worker computes with; none divides the cores among the workers",
+        default=None,
+        at_least=1,
+        at_most=1024,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOptions:
+    """What is logged, to stderr."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "the least severe lines to log", default="info"
+    )
+    log_format: Literal["text", "json"] = option(
+        "key=value text, or one JSON object per line", default="text"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """Limits on requests."""
+
+    requests_max: int = option(
+        "requests served at once; one more is answered 503",
+        default=1024,
+        at_least=1,
+        at_most=1 << 20,
+    )
+    request_timeout_s: float = option(
+        "seconds until an unfinished request is ended", default=600.0, at_least=1
+    )
+    idle_timeout_s: float = option(
+        "seconds a worker may stay silent within a request", default=60.0, at_least=0.1
+    )
+    connect_timeout_s: float = option(
+        "seconds to wait for a connection to a worker", default=2.0, at_least=0.1
+    )
+    drain_timeout_s: float = option(
+        "seconds that running requests get to finish at shutdown", default=60.0, at_least=0
+    )
+
+
+def _model() -> Any:
+    return option("model folder or hub id, in Hugging Face layout", positional=True)
+
+
+def _model_name() -> Any:
+    return option("the name clients use for the model; none takes the folder's", default=None)
+
+
+def _host() -> Any:
+    return option("address to listen on", default="127.0.0.1")
+
+
+def _port(default: int) -> Any:
+    return option(
+        "HTTP port to listen on; 0 takes any free one",
+        default=default,
+        at_least=0,
+        at_most=PORT_MAX,
+    )
+
+
+def _parent_pid() -> Any:
+    return option("process whose end ends this one", default=None, at_least=1, hidden=True)
+
+
+def _kv_lease_s() -> Any:
+    return option(
+        "seconds a prefill worker keeps a prompt's KV for a decode worker that does not come",
+        default=60.0,
+        at_least=1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """One worker."""
+
+    model: str = _model()
+    role: Role = option("what the worker does")  # noqa: RUF009
+    worker_id: str | None = option(
+        "its name, unique among the workers; none makes one up", default=None
+    )
+    model_name: str | None = _model_name()
+    host: str = _host()
+    port: int = _port(0)
+    signal_port: int = option(
+        "port a prefill worker listens on for decode workers; 0 takes any free one",
+        default=0,
+        at_least=0,
+        at_most=PORT_MAX,
+    )
+    registry: str | None = option(
+        "the proxy's registry, where the worker announces itself; none where the proxy is given "
+        "the worker's URL",
+        default=None,
+        form="tcp://HOST:PORT",
+    )
+    static_peer: str | None = option(
+        "signal address of a decode worker's one prefill worker; none learns it per request",
+        default=None,
+        form="HOST:PORT",
+    )
+    kv_lease_s: float = _kv_lease_s()
+    connect_timeout_s: float = option(
+        "seconds to wait for a connection to another worker", default=5.0, at_least=0.1
+    )
+    drain_timeout_s: float = option(
+        "seconds that running requests get to finish at shutdown", default=60.0, at_least=0
+    )
+    core: int | None = option(
+        "CPU core to pin the worker to; none lets the system choose", default=None, at_least=0
+    )
+    parent_pid: int | None = _parent_pid()
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyOptions:
+    """The proxy."""
+
+    host: str = _host()
+    port: int = _port(8000)
+    registry_bind: str = option(
+        "address at which workers announce themselves; port 0 takes any free one",
+        default="tcp://127.0.0.1:0",
+        form="tcp://HOST:PORT",
+    )
+    prefill_urls: tuple[str, ...] = option(
+        "prefill workers that do not announce themselves", default=(), form="http://HOST:PORT"
+    )
+    decode_urls: tuple[str, ...] = option(
+        "decode workers that do not announce themselves", default=(), form="http://HOST:PORT"
+    )
+    parent_pid: int | None = _parent_pid()
+    limits: LimitOptions = field(default_factory=LimitOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """A proxy and its workers on this machine."""
+
+    model: str = _model()
+    prefill: int = option("number of prefill workers", default=1, at_least=1, at_most=64)
+    decode: int = option("number of decode workers", default=1, at_least=1, at_most=64)
+    combined: bool = option("instead, one worker that does both prefill and decode", default=False)
+    pin: bool = option("give each worker a CPU core of its own", default=False)
+    model_name: str | None = _model_name()
+    host: str = _host()
+    port: int = _port(8000)
+    kv_lease_s: float = _kv_lease_s()
+    limits: LimitOptions = field(default_factory=LimitOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+
+OPTION_SETS: tuple[type, ...] = (ServeOptions, ProxyOptions, WorkerOptions)

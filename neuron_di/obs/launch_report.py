@@ -1,0 +1,38 @@
+"""How a child process tells its launcher where it stands: JSON lines on stdout.
+
+Logs go to stderr and are for people; these lines are for `neuron-di serve`.
+"""
+
+import sys
+from typing import Literal
+
+import msgspec
+
+
+class LaunchReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line. `loading` may repeat; `ready` or `failed` comes once, last."""
+
+    event: Literal["loading", "ready", "failed"]
+    done_bytes: int = 0
+    total_bytes: int = 0
+    url: str = ""
+    registry: str = ""  # where workers announce themselves; the proxy's only
+    worker_id: str = ""
+    message: str = ""
+
+
+def say(report: LaunchReport) -> None:
+    """Print one line for the launcher. A launcher that is gone is no failure of the child's."""
+    try:
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass
+
+
+def heard(line: bytes) -> LaunchReport | None:
+    """Read a child's line; None for anything else that it printed."""
+    try:
+        return msgspec.json.decode(line, type=LaunchReport)
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,32 @@
+"""The ZMQ sockets of the registry's link, with the options both ends need."""
+
+import zmq
+import zmq.asyncio
+
+from neuron_di.wire import REGISTRY_BYTES_MAX
+
+_HEARTBEAT_MS = 1000
+_HEARTBEAT_TIMEOUT_MS = 3000
+
+
+def open_socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asyncio.Socket:
+    """A ROUTER or DEALER for this address, neither bound nor connected yet.
+
+    It never delays a shutdown, refuses large messages and notices a peer that is gone.
+    """
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, REGISTRY_BYTES_MAX)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
+    # Only where needed: it would make IPv4 addresses appear in their IPv6 form.
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    else:
+        # Fail rather than keep requests for a registry that may come back as another.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    return socket

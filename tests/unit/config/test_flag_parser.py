@@ -1,0 +1,88 @@
+import pytest
+
+from neuron_di.config import (
+    ByteSize,
+    EngineOptions,
+    FlagParser,
+    LimitOptions,
+    ProxyOptions,
+    ServeOptions,
+    WorkerOptions,
+    add_flags,
+    flags_of,
+    load_options,
+)
+from neuron_di.config.option import specs_of
+from neuron_di.config.options import OPTION_SETS
+from neuron_di.errors import ConfigError
+
+
+@pytest.fixture
+def parser():
+    parser = FlagParser(prog="neuron-di")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, options_class in (("serve", ServeOptions), ("worker", WorkerOptions)):
+        add_flags(commands.add_parser(name), options_class)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["serve", "m", "--prot", "1"], "unknown flag --prot; the nearest valid one is --port"),
+        (["serve", "m", "--por=1"], "unknown flag --por; the nearest valid one is --port"),
+        (["serve", "m", "--blok-size=1"], "the nearest valid one is --block-size"),
+        (["worker", "m", "--parent-pids=1"], "the nearest valid one is --"),
+        (["serve", "m", "n"], "unexpected argument 'n'"),
+        (["serve", "m", "--port"], "--port"),
+        (["sreve", "m"], "serve"),
+        ([], "command"),
+    ],
+)
+def test_complaints_are_config_errors(parser, argv, expected):
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_args(argv)
+    assert expected in str(caught.value)
+    assert "--parent-pid " not in f"{caught.value} "
+
+
+def test_the_model_may_stand_anywhere(parser):
+    for argv in (["m", "--port", "1"], ["--port", "1", "m"], ["--pin", "m", "--port=1"]):
+        namespace = parser.parse_args(["serve", *argv])
+        assert (namespace.model, namespace.port) == ("m", "1")
+
+
+@pytest.mark.parametrize("options_class", OPTION_SETS)
+def test_help_shows_every_option_with_words(options_class):
+    parser = FlagParser(prog="test")
+    add_flags(parser, options_class)
+    text = parser.format_help()
+    for spec in specs_of(options_class).values():
+        assert (spec.flag in text or spec.positional) != spec.hidden, spec.key
+        assert spec.help_text[0].islower() or spec.help_text.startswith(("HTTP", "CPU", "KV"))
+        assert not spec.help_text.endswith("."), spec.key
+        assert not spec.is_optional or spec.hidden or "none" in spec.help_text, spec.key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ServeOptions(model="dir/with space", combined=True, limits=LimitOptions(requests_max=7)),
+        ProxyOptions(prefill_urls=("http://127.0.0.1:1", "http://127.0.0.1:2")),
+        WorkerOptions(
+            model="m",
+            role="decode",
+            registry="tcp://127.0.0.1:5",
+            core=0,
+            parent_pid=12,
+            kv_lease_s=0.1 + 0.2 + 1,
+            engine=EngineOptions(kv_memory=ByteSize((1 << 40) + 1), dtype="float16"),
+        ),
+    ],
+)
+def test_flags_say_exactly_the_options(options):
+    parser = FlagParser(prog="test")
+    add_flags(parser, type(options))
+    # A child must not take what was meant for its parent.
+    environ = {"NEURON_DI_PORT": "9", "NEURON_DI_NUM_BLOCKS": "3", "NEURON_DI_LOG_LEVEL": "error"}
+    assert load_options(type(options), parser.parse_args(flags_of(options)), environ) == options
