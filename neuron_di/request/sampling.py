@@ -1,0 +1,156 @@
+"""The rules of a request's parameters: which are allowed, and which token ends it.
+
+Ranges are OpenAI's where OpenAI has the field (temperature 0 to 2, penalties -2 to 2), else
+vLLM's. 0 turns `top_k` and `min_p` off, 1 turns `top_p` and `repetition_penalty` off.
+"""
+
+from typing import NamedTuple
+
+from neuron_di.errors import BadRequest
+from neuron_di.request.request import Request
+from neuron_di.types import FinishReason
+from neuron_di.wire import SamplingParams
+
+STOP_STRINGS_MAX = 16
+STOP_CHARS_MAX = 1024
+STOP_TOKEN_IDS_MAX = 128
+LOGPROBS_MAX = 20
+
+_SEED_MIN, _SEED_MAX = -(1 << 63), (1 << 63) - 1
+
+
+class Finish(NamedTuple):
+    """Why a request is complete. `text` is what was held back until now.
+
+    `stop` is the stop string or the stop token id that ended it; None for EOS and for length.
+    """
+
+    reason: FinishReason
+    stop: str | int | None
+    text: str
+
+
+class TokenOutcome(NamedTuple):
+    """What one token changed: the text that may be sent, and the end, if it is that."""
+
+    text: str
+    finish: Finish | None
+
+
+def check_sampling(params: SamplingParams, num_vocab: int | None = None) -> None:
+    """Raise BadRequest, with the field and its range, unless every parameter is allowed.
+
+    Without `num_vocab` stop token ids are not compared with the vocabulary.
+    """
+    _check_range("temperature", params.temperature, 0, 2)
+    _check_range("top_p", params.top_p, 0, 1, low_is_allowed=False)
+    _check_range("min_p", params.min_p, 0, 1)
+    _check_range("presence_penalty", params.presence_penalty, -2, 2)
+    _check_range("frequency_penalty", params.frequency_penalty, -2, 2)
+    _check_range("repetition_penalty", params.repetition_penalty, 0, 2, low_is_allowed=False)
+    _check_range("seed", params.seed, _SEED_MIN, _SEED_MAX)
+    if params.top_k < 0:
+        raise BadRequest("top_k must be 0 (off) or more", param="top_k")
+    if params.logprobs is not None:
+        _check_range("logprobs", params.logprobs, 0, LOGPROBS_MAX)
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise BadRequest("max_tokens must be at least 1", param="max_tokens")
+    if params.min_tokens < 0:
+        raise BadRequest("min_tokens must be at least 0", param="min_tokens")
+    if params.max_tokens is not None:
+        _check_min_tokens(params, params.max_tokens)
+    _check_stop(params, num_vocab)
+
+
+def resolve_max_tokens(params: SamplingParams, num_prompt: int, context_tokens: int) -> int:
+    """How many tokens this request may generate: at least 1.
+
+    Raises BadRequest when the prompt is empty, or when it and `max_tokens` do not fit.
+    """
+    if num_prompt == 0:
+        raise BadRequest("the prompt is empty", param="prompt")
+    room = context_tokens - num_prompt
+    if room < 1:
+        raise BadRequest(
+            f"the prompt has {num_prompt} tokens, the context holds {context_tokens}, "
+            "of which at least 1 is for the answer",
+            param="prompt",
+        )
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if max_tokens > room:
+        raise BadRequest(
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, the context "
+            f"holds {context_tokens}: max_tokens can be at most {room}",
+            param="max_tokens",
+        )
+    _check_min_tokens(params, max_tokens)
+    return max_tokens
+
+
+def end_token_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end a request. Neither they nor stop strings do before `min_tokens`."""
+    return params.stop_token_ids if params.ignore_eos else eos_token_ids + params.stop_token_ids
+
+
+def accept_token(request: Request, token_id: int, eos_token_ids: tuple[int, ...]) -> TokenOutcome:
+    """Append the newest token to `request`, take its text, and decide whether it is the last.
+
+    EOS and stop tokens count as generated, but their own text is not part of the output.
+    A stop wins over the length that is reached with the same token.
+    """
+    params = request.sampling
+    index = len(request.generated)
+    request.generated.append(token_id)
+    if index >= params.min_tokens and token_id in end_token_ids(params, eos_token_ids):
+        is_eos = token_id in eos_token_ids and not params.ignore_eos
+        return TokenOutcome("", _finish(request, "stop", None if is_eos else token_id))
+    text = request.output.push(token_id)
+    if request.output.stop_hit is not None:
+        return TokenOutcome(text, _finish(request, "stop", None))
+    if len(request.generated) >= request.max_tokens:
+        return TokenOutcome(text, _finish(request, "length", None))
+    return TokenOutcome(text, None)
+
+
+def _finish(request: Request, reason: FinishReason, stop_token_id: int | None) -> Finish:
+    held = request.output.flush()
+    # Half a character, once it is known to stay half, may complete a stop string.
+    stop_hit = request.output.stop_hit
+    if stop_hit is not None:
+        return Finish("stop", stop_hit, held)
+    return Finish(reason, stop_token_id, held)
+
+
+def _check_range(
+    name: str, value: float, low: int, high: int, *, low_is_allowed: bool = True
+) -> None:
+    # Written so that NaN, which compares false with everything, is refused.
+    if not (low <= value <= high) or (value == low and not low_is_allowed):
+        border = "between" if low_is_allowed else "more than"
+        joint = "and" if low_is_allowed else "and at most"
+        raise BadRequest(f"{name} must be {border} {low} {joint} {high}", param=name)
+
+
+def _check_min_tokens(params: SamplingParams, max_tokens: int) -> None:
+    if params.min_tokens > max_tokens:
+        raise BadRequest(
+            f"min_tokens is {params.min_tokens}, more than the {max_tokens} tokens allowed",
+            param="min_tokens",
+        )
+
+
+def _check_stop(params: SamplingParams, num_vocab: int | None) -> None:
+    if len(params.stop) > STOP_STRINGS_MAX:
+        raise BadRequest(f"stop holds more than {STOP_STRINGS_MAX} strings", param="stop")
+    if not all(1 <= len(text) <= STOP_CHARS_MAX for text in params.stop):
+        raise BadRequest(
+            f"each stop string must have 1 to {STOP_CHARS_MAX} characters", param="stop"
+        )
+    if len(params.stop_token_ids) > STOP_TOKEN_IDS_MAX:
+        raise BadRequest(
+            f"stop_token_ids holds more than {STOP_TOKEN_IDS_MAX} ids", param="stop_token_ids"
+        )
+    for token_id in params.stop_token_ids:
+        if token_id < 0 or (num_vocab is not None and token_id >= num_vocab):
+            allowed = "at least 0" if num_vocab is None else f"between 0 and {num_vocab - 1}"
+            raise BadRequest(f"stop_token_ids must be {allowed}", param="stop_token_ids")

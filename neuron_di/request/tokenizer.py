@@ -1,0 +1,249 @@
+"""Text to token ids and back, exactly as the model's own tokenizer.json says."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from neuron_di.errors import BadRequest, CheckpointError
+from neuron_di.request.chat_template import ChatTemplate
+
+_NAMED_SPECIAL_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+
+
+class Tokenizer:
+    """One model's tokenizer and chat template. Any thread may use it.
+
+    A token is a piece of *bytes*: half a character is a legal token, and a text is the bytes of
+    its tokens, decoded as UTF-8 with U+FFFD for what is not. For byte-level BPE (Llama 3, Qwen,
+    Mistral Nemo) that is the library's own decode in every case. For SentencePiece-like ones
+    (Llama 2, Mistral) the library draws U+FFFD for a whole run of byte tokens when one byte of it
+    is wrong, which no stream can follow; here the good characters of such a run stay.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token: str | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        # The file may ask for truncation or padding, which are for training.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._chat_template = chat_template
+        self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+        self.num_vocab: int = backend.get_vocab_size(with_added_tokens=True)
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._is_byte_level = isinstance(backend.decoder, ByteLevel)
+        self._byte_of_id = {} if self._is_byte_level else _byte_tokens(backend)
+        self._anchor = [] if self._is_byte_level else self._find_anchor()
+        self._bytes_of_id: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read a folder in Hugging Face layout. Raises CheckpointError, naming the file."""
+        backend = _read_backend(folder / "tokenizer.json")
+        config = _read_config(folder / "tokenizer_config.json")
+        special_tokens = {
+            name: text
+            for name in _NAMED_SPECIAL_TOKENS
+            if (text := _token_content(config.get(name))) is not None
+        }
+        return cls(
+            backend,
+            eos_token=special_tokens.get("eos_token"),
+            chat_template=_read_chat_template(folder, config, special_tokens),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a plain prompt, with the special tokens the model wants around it.
+
+        Raises BadRequest (param "prompt") when the text is not valid Unicode.
+        """
+        return self._encode(text, add_special_tokens=True, param="prompt")
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        """The ids of a chat up to where the answer begins; `messages` is the client's JSON.
+
+        Raises BadRequest (param "messages"), or TooLarge.
+        """
+        if self._chat_template is None:
+            raise BadRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        # The template writes the special tokens itself.
+        text = self._chat_template.render(messages)
+        return self._encode(text, add_special_tokens=False, param="messages")
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of some ids. Ids outside the vocabulary have none."""
+        pieces: list[bytes] = []
+        at_start = True
+        for token_id in ids:
+            if self.has_text(token_id, skip_special_tokens=skip_special_tokens):
+                pieces.append(self.token_bytes(token_id, at_start=at_start))
+                at_start = False
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """False when an output passes over this token."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return False
+        return self._backend.id_to_token(token_id) is not None
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def token_text(self, token_id: int) -> str:
+        r"""One token for people: bytes that are no whole character read like `\xe2`."""
+        return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
+
+    def token_bytes(self, token_id: int, *, at_start: bool = False) -> bytes:
+        """What one token adds to a text; b"" outside the vocabulary.
+
+        `at_start`: the text begins with it. Some tokenizers then drop a space.
+        """
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:
+            return _bytes_of_byte_level(piece)
+        if at_start:
+            return self._bytes_at_start(token_id)
+        known = self._bytes_of_id.get(token_id)
+        if known is None:
+            known = self._bytes_of_id[token_id] = self._bytes_after_anchor(token_id)
+        return known
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError):
+            # JSON can spell half of a surrogate pair; the library calls it "not a string".
+            raise BadRequest(f"{param} holds text that is not valid Unicode", param=param) from None
+        return ids
+
+    def _decode_exactly(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _bytes_at_start(self, token_id: int) -> bytes:
+        text = self._decode_exactly([token_id])
+        byte = self._byte_of_id.get(token_id)
+        return text.encode() if byte is None or not text else byte
+
+    def _bytes_after_anchor(self, token_id: int) -> bytes:
+        byte = self._byte_of_id.get(token_id)
+        if byte is not None:
+            return byte
+        before = len(self._decode_exactly(self._anchor))
+        return self._decode_exactly([*self._anchor, token_id])[before:].encode()
+
+    def _find_anchor(self) -> list[int]:
+        """A token with plain text: what follows it is decoded as in the middle of a text."""
+        for token_id in range(self.num_vocab):
+            if token_id in self._special_ids or token_id in self._byte_of_id:
+                continue
+            if self._decode_exactly([token_id]).isalnum():
+                return [token_id]
+        return []
+
+
+def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
+    """The tokens `<0x00>` to `<0xFF>` where they stand for a byte, and not for their own text."""
+    probe = backend.token_to_id("<0x41>")
+    if probe is None or backend.decode([probe], skip_special_tokens=False) != "A":
+        return {}
+    found = ((backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+    return {token_id: bytes([byte]) for token_id, byte in found if token_id is not None}
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself where it prints, else from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    stand_ins = {chr(byte): byte for byte in printable}
+    return stand_ins | {chr(0x100 + rank): byte for rank, byte in enumerate(hidden)}
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+def _bytes_of_byte_level(piece: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in piece])
+    except KeyError:  # an added token, which is spelled in plain text
+        return piece.encode()
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    text = _read_text(path)
+    if text is None:
+        raise CheckpointError(f"{path} is missing: a model folder needs its tokenizer")
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more precise
+        raise CheckpointError(f"{path} is not a usable tokenizer: {error}") from None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    if text is None:
+        return {}
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return config
+
+
+def _read_chat_template(
+    folder: Path, config: dict[str, Any], special_tokens: dict[str, str]
+) -> ChatTemplate | None:
+    """The template file, else the one in tokenizer_config.json, as `transformers` looks."""
+    path = folder / "chat_template.jinja"
+    source = _read_text(path)
+    if source is None:
+        path = folder / "tokenizer_config.json"
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several by name
+            named = (entry for entry in source if isinstance(entry, dict))
+            source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise CheckpointError(f"{path}: chat_template must be a string")
+    try:
+        return ChatTemplate(source, special_tokens)
+    except jinja2.TemplateError as error:
+        raise CheckpointError(f"{path} holds a broken chat template: {error}") from None
+
+
+def _read_text(path: Path) -> str | None:
+    """None when there is no such file."""
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _token_content(token: Any) -> str | None:
+    """A special token is written as its text, or as an object that holds it."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None

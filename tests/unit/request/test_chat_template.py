@@ -1,0 +1,144 @@
+import jinja2
+import pytest
+from tokenizer_kit import CHAT_TEMPLATE, KINDS, write_folder
+from transformers import AutoTokenizer
+
+from neuron_di.errors import BadRequest, TooLarge
+from neuron_di.request import ChatTemplate, Tokenizer
+from neuron_di.request.chat_template import MESSAGES_MAX, RENDERED_CHARS_MAX
+
+CHATS = [
+    [{"role": "user", "content": "hello"}],
+    [
+        {"role": "system", "content": "Be <b>brief</b> & \"kind\"."},
+        {"role": "user", "content": "naïve 你好\n\n"},
+        {"role": "assistant", "content": "", "name": None},
+        {"role": "user", "content": "<|end|> inside", "name": "ann"},
+    ],
+]  # fmt: skip
+
+# What published templates use: white space control, loops, filters, namespaces, dates.
+TEMPLATES = {
+    "plain": CHAT_TEMPLATE,
+    "blocks": """
+{%- set ns = namespace(count=0) %}
+{{- bos_token }}
+{% for m in messages %}
+    {% if m.role == 'system' %}
+    {% continue %}
+    {% endif %}
+    {% set ns.count = ns.count + 1 %}
+    {% generation %}
+[{{ loop.index }}] {{ m | tojson }} {{ m.content | trim }}{{ m.name if m.name is defined }}
+    {% endgeneration %}
+{% endfor %}
+{{ ns.count }} {{ dict(a=1) }} {{ strftime_now("%Y-%m-%d") }} {{ tools is none }}
+{% if add_generation_prompt %}answer:{% endif %}
+""",
+    "indented_json": "{{ messages | tojson(indent=2, sort_keys=true) }}{{ eos_token }}",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("in_a_file", [True, False])
+def test_chats_equal_transformers(kind, name, in_a_file, tmp_path):
+    if in_a_file:  # which wins over the config's
+        write_folder(tmp_path, kind, chat_template="not this one")
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATES[name], "utf-8")
+    else:
+        write_folder(tmp_path, kind, chat_template=TEMPLATES[name])
+    ours = Tokenizer.load(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for messages in CHATS:
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert ours.encode_chat(messages) == expected
+
+
+def test_the_default_of_several_templates_is_used(tmp_path):
+    named = [
+        {"name": "tool_use", "template": "wrong"},
+        {"name": "default", "template": "{{ messages[0].content }}"},
+    ]
+    tokenizer = Tokenizer.load(write_folder(tmp_path, "byte_level", chat_template=named))
+    ids = tokenizer.encode_chat(CHATS[0])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "hello"
+
+
+def test_text_parts_are_joined():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert template.render([{"role": "user", "content": parts}]) == "one\ntwo"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (None, "must be a list"),
+        ("hello", "must be a list"),
+        ([], "at least one"),
+        (["hello"], r"messages\[0\] must be an object"),
+        ([{"content": "x"}], r"messages\[0\]\.role"),
+        ([{"role": 3, "content": "x"}], r"messages\[0\]\.role"),
+        ([{"role": "user", "content": "x"}, {"role": "user"}], r"messages\[1\]\.content"),
+        ([{"role": "user", "content": None}], "content must be"),
+        ([{"role": "user", "content": {"a": 1}}], "content must be"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
+        ([{"role": "user", "content": ["x"]}], "part of type None"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "without a text"),
+    ],
+)
+def test_bad_messages_are_refused_by_name(messages, words):
+    with pytest.raises(BadRequest, match=words) as caught:
+        ChatTemplate(CHAT_TEMPLATE, {"eos_token": "x"}).render(messages)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 // 0 }}",
+        "{{ nothing.at.all }}",
+        "{{ messages[0].content.__class__.__mro__ }}",  # out of the sandbox
+        "{{ messages.append(1) }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_template_that_fails_is_a_bad_request(source):
+    with pytest.raises(BadRequest, match="chat template") as caught:
+        ChatTemplate(source, {}).render(CHATS[0])
+    assert caught.value.param == "messages"
+
+
+def test_a_templates_own_words_reach_the_client():
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        template.render(CHATS[0])
+
+
+def test_too_many_messages_are_refused():
+    messages = [{"role": "user", "content": ""}] * (MESSAGES_MAX + 1)
+    with pytest.raises(TooLarge, match=f"{MESSAGES_MAX}"):
+        ChatTemplate("", {}).render(messages)
+
+
+def test_a_text_that_grows_without_end_is_refused():
+    source = "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}"
+    messages = [{"role": "user", "content": "x" * (RENDERED_CHARS_MAX // 50)}] * 10
+    with pytest.raises(TooLarge, match="longer than"):
+        ChatTemplate(source, {}).render(messages)
+
+
+def test_a_lone_surrogate_in_a_chat_is_the_clients_mistake(tmp_path):
+    tokenizer = Tokenizer.load(write_folder(tmp_path, "byte_level"))
+    with pytest.raises(BadRequest, match="Unicode") as caught:
+        tokenizer.encode_chat([{"role": "user", "content": "\ud800"}])
+    assert caught.value.param == "messages"
+
+
+def test_what_is_no_template_is_refused_at_once():
+    with pytest.raises(jinja2.TemplateError):
+        ChatTemplate("{% for %}", {})

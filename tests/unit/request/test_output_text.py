@@ -1,0 +1,194 @@
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizer_kit import KINDS, library_tokenizer, make_tokenizer
+
+from neuron_di.request import OutputText
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+# Few letters, so that stop strings overlap with themselves, each other and the text.
+letters = st.text(alphabet="abé你🎉 \ufffd", max_size=30)
+stop_strings = st.lists(
+    st.one_of(
+        st.text(alphabet="abé你🎉 \ufffd", min_size=1, max_size=4), st.text(min_size=1, max_size=3)
+    ),
+    max_size=4,
+).map(tuple)
+random_ids = st.lists(st.integers(0, 420), max_size=40)
+
+
+def cut_at_first_stop(text, stop):
+    """The definition, one character after the other: (text before, stop string found)."""
+    for end in range(len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def make_output(kind, stop=(), *, skip=True, min_tokens=0):
+    return OutputText(
+        make_tokenizer(kind), stop=stop, skip_special_tokens=skip, min_tokens=min_tokens
+    )
+
+
+def check(kind, ids, stop, skip):
+    output = make_output(kind, stop, skip=skip)
+    pieces = []
+    for token_id in ids:
+        pieces.append(output.push(token_id))
+        if output.stop_hit is not None:
+            break
+    pieces.append(output.flush())
+    whole = make_tokenizer(kind).decode(ids, skip_special_tokens=skip)
+    expected_text, expected_stop = cut_at_first_stop(whole, stop)
+    assert ("".join(pieces), output.stop_hit) == (expected_text, expected_stop)
+    return pieces
+
+
+@kinds
+@given(text=st.one_of(st.text(), letters), stop=stop_strings, skip=st.booleans())
+@example(text="aab", stop=("ab", "aab", "b"), skip=True)
+@example(text="aaaaab", stop=("aaab",), skip=True)
+def test_unicode_text_in_pieces_is_the_whole_text(kind, text, stop, skip):
+    pieces = check(kind, make_tokenizer(kind).encode(text), stop, skip)
+    if "\ufffd" not in text:  # half a character is never sent
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@kinds
+@given(ids=random_ids, stop=stop_strings, skip=st.booleans())
+def test_random_ids_in_pieces_are_the_whole_text(kind, ids, stop, skip):
+    check(kind, ids, stop, skip)
+
+
+@given(ids=random_ids, skip=st.booleans())
+def test_byte_level_pieces_are_the_librarys_text(ids, skip):
+    output = make_output("byte_level", skip=skip)
+    text = "".join(map(output.push, ids)) + output.flush()
+    assert text == library_tokenizer("byte_level").decode(ids, skip_special_tokens=skip)
+
+
+@kinds
+@given(text=letters, stop=stop_strings, shared=st.integers(0, 20))
+def test_the_state_is_a_function_of_the_ids(kind, text, stop, shared):
+    """What two workers hold back after the same ids is the same."""
+    ids = make_tokenizer(kind).encode(text)
+    prefill, decode = make_output(kind, stop), make_output(kind, stop)
+    sent = [prefill.push(token_id) for token_id in ids[:shared]]
+    assert [decode.push(token_id) for token_id in ids[:shared]] == sent
+    assert prefill.stop_hit == decode.stop_hit
+    assert prefill.flush() == decode.flush()
+
+
+@kinds
+@given(text=letters, stop=stop_strings, min_tokens=st.integers(0, 20))
+def test_stop_strings_that_end_before_min_tokens_do_not_count(kind, text, stop, min_tokens):
+    tokenizer = make_tokenizer(kind)
+    ids = tokenizer.encode(text)
+    output = make_output(kind, stop, min_tokens=min_tokens)
+    sent = ""
+    for num_tokens, token_id in enumerate(ids, start=1):
+        sent += output.push(token_id)
+        if output.stop_hit is not None:
+            assert num_tokens >= min_tokens
+            break
+    assert tokenizer.decode(ids, skip_special_tokens=True).startswith(sent)
+    if output.stop_hit is None and len(ids) < min_tokens:
+        assert sent + output.flush() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=12),
+    stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 8),
+)
+@example(text="aaa", stop=("aa",), min_tokens=3)
+def test_min_tokens_by_the_definition(text, stop, min_tokens):
+    """One token per character, so the first stop string that may count is plain to see."""
+    output = make_output("byte_level", stop, min_tokens=min_tokens)
+    ids = [make_tokenizer("byte_level").encode(char)[0] for char in text]
+    sent = "".join(map(output.push, ids)) + output.flush()
+    for end in range(max(min_tokens, 1), len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            # A stop string that did not count is text, and sent before a longer one ends.
+            assert (text[: end - len(longest)], longest) == (sent, output.stop_hit)
+            return
+    assert (text, None) == (sent, output.stop_hit)
+
+
+def test_a_stop_string_may_begin_before_min_tokens():
+    tokenizer = make_tokenizer("byte_level")
+    ids = [tokenizer.encode(char)[0] for char in "xabab"]
+    output = make_output("byte_level", ("ab",), min_tokens=5)
+    assert [output.push(token_id) for token_id in ids] == ["x", "", "ab", "", ""]
+    assert output.stop_hit == "ab"
+    assert output.flush() == ""
+
+
+@kinds
+def test_half_a_character_is_held_back(kind):
+    tokenizer = make_tokenizer(kind)
+    ids = [
+        next(i for i in range(tokenizer.num_vocab) if tokenizer.token_bytes(i) == bytes([byte]))
+        for byte in "🎉".encode()
+    ]
+    output = make_output(kind)
+    assert [output.push(token_id) for token_id in ids] == ["", "", "", "🎉"]
+    stopped = make_output(kind, ("\n", "\ufffd"))
+    assert [stopped.push(token_id) for token_id in ids[:3]] == ["", "", ""]
+    assert stopped.flush() == ""
+    assert stopped.stop_hit == "\ufffd"
+    cut_short = make_output(kind)
+    assert [cut_short.push(token_id) for token_id in ids[:3]] == ["", "", ""]
+    assert cut_short.flush() == "\ufffd"
+
+
+@kinds
+def test_a_newline_is_sent_at_once(kind):
+    """Also where it is a byte token, and a wrong byte could follow."""
+    tokenizer = make_tokenizer(kind)
+    newline = next(i for i in range(tokenizer.num_vocab) if tokenizer.token_bytes(i) == b"\n")
+    assert make_output(kind).push(newline) == "\n"
+    output = make_output(kind, ("\n",))
+    output.push(newline)
+    assert output.stop_hit == "\n"
+
+
+@kinds
+def test_nothing_comes_after_a_stop_string(kind):
+    ids = make_tokenizer(kind).encode("hello END more")
+    output = make_output(kind, ("END",))
+    assert "".join(map(output.push, ids)) == "hello "
+    assert output.stop_hit == "END"
+    assert output.push(ids[0]) == ""
+    assert output.flush() == ""
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back():
+    tokenizer = make_tokenizer("byte_level")
+    output = make_output("byte_level", ("aab", "ax"))
+    ids = [tokenizer.encode(char)[0] for char in "aaac"]
+    assert [output.push(token_id) for token_id in ids] == ["", "", "a", "aac"]
+
+
+def test_special_tokens_are_text_when_they_are_not_skipped():
+    tokenizer = make_tokenizer("byte_level")
+    ids = tokenizer.encode("a<|end|>b")
+    assert "".join(map(make_output("byte_level").push, ids)) == "ab"
+    shown = make_output("byte_level", skip=False)
+    assert "".join(map(shown.push, ids)) == "a<|end|>b"
+
+
+def test_a_stop_string_that_the_flush_completes_is_not_sent():
+    tokenizer = make_tokenizer("byte_level")
+    half = next(i for i in range(tokenizer.num_vocab) if tokenizer.token_bytes(i) == b"\xf0")
+    output = make_output("byte_level", ("a\ufffd",))
+    assert [output.push(tokenizer.encode(char)[0]) for char in "ba"] == ["b", ""]
+    assert output.push(half) == ""
+    assert output.flush() == ""
+    assert output.stop_hit == "a\ufffd"

@@ -1,0 +1,186 @@
+import math
+
+import msgspec
+import pytest
+from tokenizer_kit import make_tokenizer
+
+from neuron_di.errors import BadRequest
+from neuron_di.request import (
+    OutputText,
+    Request,
+    accept_token,
+    check_sampling,
+    end_token_ids,
+    resolve_max_tokens,
+)
+from neuron_di.types import RequestId
+from neuron_di.wire import SamplingParams
+
+EOS = 0
+
+
+def test_the_defaults_and_the_ends_of_every_range_are_allowed():
+    check_sampling(SamplingParams())
+    lowest = SamplingParams(
+        max_tokens=1, temperature=0, top_p=1e-9, seed=-(2**63), presence_penalty=-2,
+        frequency_penalty=-2, repetition_penalty=1e-9, stop=("x",), stop_token_ids=(0,), logprobs=0,
+    )  # fmt: skip
+    highest = SamplingParams(
+        max_tokens=None, min_tokens=10**9, temperature=2, top_k=10**9, top_p=1, min_p=1,
+        seed=2**63 - 1, presence_penalty=2, frequency_penalty=2, repetition_penalty=2,
+        stop=("x" * 1024,) * 16, stop_token_ids=(99,) * 128, logprobs=20,
+    )  # fmt: skip
+    check_sampling(lowest, num_vocab=100)
+    check_sampling(highest, num_vocab=100)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-0.1, 2.1, math.inf]),
+        ("top_p", [0.0, -0.1, 1.1]),
+        ("min_p", [-0.1, 1.1]),
+        ("top_k", [-1]),
+        ("presence_penalty", [-2.1, 2.1]),
+        ("frequency_penalty", [-2.1, 2.1]),
+        ("repetition_penalty", [0.0, -1.0, 2.1]),
+        ("seed", [2**63, -(2**63) - 1]),
+        ("logprobs", [-1, 21]),
+        ("max_tokens", [0, -5]),
+        ("min_tokens", [-1, 17]),
+        ("stop", [("",), ("x" * 1025,), ("x",) * 17]),
+        ("stop_token_ids", [(-1,), (100,), (0,) * 129]),
+    ],
+)
+def test_each_field_is_refused_by_name(field, values):
+    for value in values:
+        params = msgspec.structs.replace(SamplingParams(), **{field: value})
+        with pytest.raises(BadRequest, match=field) as caught:
+            check_sampling(params, num_vocab=100)
+        assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+        "repetition_penalty",
+    ],
+)  # fmt: skip
+def test_nan_is_refused(field):
+    params = msgspec.structs.replace(SamplingParams(), **{field: math.nan})
+    with pytest.raises(BadRequest):
+        check_sampling(params)
+
+
+def test_the_message_names_the_range():
+    with pytest.raises(BadRequest, match="temperature must be between 0 and 2"):
+        check_sampling(SamplingParams(temperature=3))
+    with pytest.raises(BadRequest, match="top_p must be more than 0 and at most 1"):
+        check_sampling(SamplingParams(top_p=0))
+
+
+def test_max_tokens_fill_the_context_exactly():
+    assert resolve_max_tokens(SamplingParams(max_tokens=6), 4, 10) == 6
+    assert resolve_max_tokens(SamplingParams(max_tokens=None), 4, 10) == 6
+    assert resolve_max_tokens(SamplingParams(max_tokens=None), 9, 10) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "num_prompt", "words", "field"),
+    [
+        (SamplingParams(), 0, "empty", "prompt"),
+        (SamplingParams(max_tokens=1), 10, "has 10 tokens, the context holds 10", "prompt"),
+        (SamplingParams(max_tokens=None), 99, "has 99 tokens, the context holds 10", "prompt"),
+        (SamplingParams(max_tokens=7), 4, "at most 6", "max_tokens"),
+        (SamplingParams(max_tokens=None, min_tokens=7), 4, "more than the 6", "min_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(params, num_prompt, words, field):
+    with pytest.raises(BadRequest, match=words) as caught:
+        resolve_max_tokens(params, num_prompt, 10)
+    assert caught.value.param == field
+
+
+def run(text, eos_token_ids=(EOS,), **fields):
+    """Generate the characters of `text` one by one ("$" is EOS) until the request ends."""
+    params = SamplingParams(**{"max_tokens": 100, **fields})
+    tokenizer = make_tokenizer("byte_level")
+    output = OutputText(
+        tokenizer,
+        stop=params.stop,
+        skip_special_tokens=params.skip_special_tokens,
+        min_tokens=params.min_tokens,
+    )
+    request = Request(
+        RequestId("r"), 0, prompt_ids=[5], sampling=params, max_tokens=params.max_tokens,
+        output=output,
+    )  # fmt: skip
+    sent = ""
+    for char in text:
+        token_id = EOS if char == "$" else tokenizer.encode(char)[0]
+        outcome = accept_token(request, token_id, eos_token_ids)
+        sent += outcome.text
+        if outcome.finish is not None:
+            sent += outcome.finish.text
+            return sent, outcome.finish.reason, outcome.finish.stop, len(request.generated)
+    return sent, None, None, len(request.generated)
+
+
+def id_of(char):
+    return make_tokenizer("byte_level").encode(char)[0]
+
+
+def test_eos_ends_a_request_and_has_no_text():
+    assert run("ab$c") == ("ab", "stop", None, 3)
+    assert run("$") == ("", "stop", None, 1)
+    assert run("ab$c", skip_special_tokens=False) == ("ab", "stop", None, 3)
+
+
+def test_ignored_eos_is_an_ordinary_token():
+    assert run("ab$c", ignore_eos=True) == ("abc", None, None, 4)
+    assert run("a$c", ignore_eos=True, skip_special_tokens=False) == ("a<|end|>c", None, None, 3)
+    assert run("a$c", ignore_eos=True, stop_token_ids=(EOS,)) == ("a", "stop", EOS, 2)
+
+
+def test_a_stop_token_ends_a_request_and_has_no_text():
+    assert run("abc", stop_token_ids=(id_of("b"),)) == ("a", "stop", id_of("b"), 2)
+
+
+def test_length_gives_back_what_was_held():
+    assert run("abc", max_tokens=1) == ("a", "length", None, 1)
+    assert run("abEN", max_tokens=4, stop=("END",)) == ("abEN", "length", None, 4)
+
+
+def test_a_stop_string_is_cut_off_and_wins_over_the_length():
+    assert run("abENDc", stop=("END",)) == ("ab", "stop", "END", 5)
+    assert run("abENDc", stop=("END",), max_tokens=5) == ("ab", "stop", "END", 5)
+
+
+def test_eos_gives_back_what_may_have_begun_a_stop_string():
+    assert run("abEN$", stop=("END",)) == ("abEN", "stop", None, 5)
+
+
+def test_half_a_character_at_the_end_may_complete_a_stop_string():
+    tokenizer = make_tokenizer("byte_level")
+    half = next(i for i in range(tokenizer.num_vocab) if tokenizer.token_bytes(i) == b"\xf0")
+    output = OutputText(tokenizer, stop=("\ufffd",), skip_special_tokens=True, min_tokens=0)
+    params = SamplingParams(max_tokens=1)
+    request = Request(
+        RequestId("r"), 0, prompt_ids=[5], sampling=params, max_tokens=1, output=output
+    )
+    outcome = accept_token(request, half, (EOS,))
+    assert outcome.finish is not None
+    assert (outcome.text, *outcome.finish) == ("", "stop", "\ufffd", "")
+
+
+def test_nothing_ends_a_request_before_min_tokens_but_its_length():
+    assert run("$$$$", min_tokens=2)[1:] == ("stop", None, 3)
+    assert run("aaaa", min_tokens=2, stop_token_ids=(id_of("a"),)) == ("aa", "stop", id_of("a"), 3)
+    assert run("aaaa", min_tokens=2, stop=("a",)) == ("a", "stop", "a", 2)
+    assert run("aaaa", min_tokens=2, max_tokens=2) == ("aa", "length", None, 2)
+
+
+def test_end_tokens_are_eos_and_stop_tokens():
+    assert end_token_ids(SamplingParams(stop_token_ids=(7,)), (1, 2)) == (1, 2, 7)
+    assert end_token_ids(SamplingParams(stop_token_ids=(7,), ignore_eos=True), (1, 2)) == (7,)
