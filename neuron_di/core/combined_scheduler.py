@@ -1,0 +1,98 @@
+"""Both phases in one worker: continuous batching, the baseline of every comparison (seed N-16).
+
+    WAITING --schedule--> RUNNING (prompt, then tokens) --> FINISHED
+
+A waiting prompt goes before decode whenever the batch has a free slot. It runs alone, all its
+chunks back to back, so every running stream stalls for the whole prefill: the stall that
+separate workers do not have.
+"""
+
+from neuron_di.core.block_pool import BlockPool
+from neuron_di.core.plan import DecodeBatch, PrefillChunk, StepPlan
+from neuron_di.core.require import require
+from neuron_di.core.waiting_queue import WaitingQueue
+from neuron_di.request import Request, RequestStatus
+from neuron_di.types import FinishReason
+
+
+class CombinedScheduler:
+    """Runs at most `batch_size` requests: at most one prefills, the last that was started."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        batch_size: int,
+        chunk_tokens: int,
+        waiting_max: int,
+    ) -> None:
+        self._pool = pool
+        self._batch_size = batch_size
+        self._chunk_tokens = chunk_tokens
+        self._waiting = WaitingQueue(
+            pool,
+            block_size=block_size,
+            waiting_max=waiting_max,
+            num_tokens=lambda request: request.num_kv_at_most,
+        )
+        self._running: list[Request] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_transferring(self) -> int:
+        return 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request. CapacityError: the queue is full. TooLarge: it can never fit."""
+        self._waiting.add(request)
+
+    def schedule(self) -> StepPlan | None:
+        """The next chunk of a prompt if one runs or may start, else a token for everyone."""
+        if not self._is_prefilling() and len(self._running) < self._batch_size:
+            request = self._waiting.pop_startable()
+            if request is not None:
+                request.status = RequestStatus.RUNNING
+                self._running.append(request)
+        if self._is_prefilling():
+            return PrefillChunk.next_of(self._running[-1], self._chunk_tokens)
+        return DecodeBatch(tuple(self._running)) if self._running else None
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in any state. Its slot and blocks are free at once."""
+        if request in self._running:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._pool.free(request.block_ids)
+        request.block_ids = []
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+
+    def is_idle(self) -> bool:
+        """True when no request is left; then every block is free."""
+        return not (self._waiting or self._running)
+
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError unless states, limits and blocks add up."""
+        require(len(self._running) <= self._batch_size, f"{len(self._running)} requests run")
+        for request in self._running:
+            require(request.status is RequestStatus.RUNNING, f"{request!r} runs")
+            is_within = request.num_computed <= request.num_kv_at_most
+            require(is_within, f"{request!r} runs with KV of {request.num_computed} positions")
+        for request in self._running[:-1]:
+            require(request.num_computed >= request.num_prompt, f"{request!r} was overtaken")
+        self._waiting.check_integrity(self._running)
+        self._pool.check_integrity(request.block_ids for request in self._running)
+
+    def _is_prefilling(self) -> bool:
+        if not self._running:
+            return False
+        return self._running[-1].num_computed < self._running[-1].num_prompt

@@ -1,0 +1,155 @@
+"""Decode: continue requests whose KV a prefill worker computed.
+
+    WAITING --schedule--> TRANSFERRING --schedule, once its KV is here--> RUNNING --> FINISHED
+
+The rules (seed N-60 to N-64): running and transferring requests together are at most
+`batch_size`; a request runs only after its transfer is done; none waits while a slot and its
+blocks are free; the scheduler decides and polls, it moves nothing; blocks that a transfer may
+still write to are given to nobody.
+"""
+
+from neuron_di.core.block_pool import BlockPool
+from neuron_di.core.completion import CompletionToken
+from neuron_di.core.plan import DecodeBatch
+from neuron_di.core.require import require
+from neuron_di.core.waiting_queue import WaitingQueue
+from neuron_di.errors import NeuronDiError
+from neuron_di.request import Request, RequestStatus
+from neuron_di.types import BlockId, FinishReason
+
+
+class DecodeScheduler:
+    """Runs all received requests in one batch, one token per step.
+
+    A request is added when its prompt and first token are known. In each step the engine
+    finishes `failed_transfers()`, calls `schedule()`, and starts `transfers_to_start()` before
+    it computes the batch, so that receiving and decoding overlap.
+
+    free blocks + held by running + held by transferring + quarantined = all blocks.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, block_size: int, batch_size: int, waiting_max: int
+    ) -> None:
+        self._pool = pool
+        self._batch_size = batch_size
+        self._waiting = WaitingQueue(
+            pool,
+            block_size=block_size,
+            waiting_max=waiting_max,
+            num_tokens=lambda request: request.num_kv_at_most,
+        )
+        # None until the transfer is started. In order of admission.
+        self._transferring: dict[Request, CompletionToken | None] = {}
+        self._running: list[Request] = []
+        # Blocks of requests that ended during their transfer. They take no slot.
+        self._quarantined: list[tuple[CompletionToken, list[BlockId]]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_transferring(self) -> int:
+        return len(self._transferring)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. CapacityError: the queue is full. TooLarge: it can never fit."""
+        require(len(request.generated) == 1, f"{request!r} has no first token to go on from")
+        require(request.max_tokens > 1, f"{request!r} is complete with its first token")
+        self._waiting.add(request)
+
+    def schedule(self) -> DecodeBatch | None:
+        """All requests whose KV is here, those that just arrived included; None: nobody's is."""
+        self._return_quarantined()
+        self._join_received()
+        self._admit_waiting()
+        return DecodeBatch(tuple(self._running)) if self._running else None
+
+    def transfers_to_start(self) -> list[Request]:
+        """The admitted requests whose blocks wait for the prefill worker's KV."""
+        return [request for request, token in self._transferring.items() if token is None]
+
+    def transfer_started(self, request: Request, token: CompletionToken) -> None:
+        """Poll this token from now on. Its transfer writes to the request's blocks."""
+        require(request in self._transferring, f"{request!r} was not admitted")
+        require(self._transferring[request] is None, f"{request!r} is being received already")
+        self._transferring[request] = token
+
+    def failed_transfers(self) -> list[tuple[Request, NeuronDiError]]:
+        """The requests whose KV will not come, and why. Each keeps its slot until finished."""
+        failed = []
+        for request, token in self._transferring.items():
+            if token is not None and token.is_done() and (error := token.error()) is not None:
+                failed.append((request, error))
+        return failed
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in any state. Its slot is free at once.
+
+        Its blocks are free too, unless a transfer may still write to them: then they are
+        quarantined until its token is done.
+        """
+        token = None
+        if request in self._transferring:
+            token = self._transferring.pop(request)
+        elif request in self._running:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        if token is None:
+            self._pool.free(request.block_ids)
+        else:
+            self._quarantined.append((token, request.block_ids))
+            self._return_quarantined()
+        request.block_ids = []
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+
+    def is_idle(self) -> bool:
+        """True when no request is left and no block is quarantined; then every block is free."""
+        return not (self._waiting or self._transferring or self._running or self._quarantined)
+
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError unless states, limits and blocks add up."""
+        for request in self._transferring:
+            require(request.status is RequestStatus.TRANSFERRING, f"{request!r} is received")
+        for request in self._running:
+            require(request.status is RequestStatus.RUNNING, f"{request!r} runs")
+            is_within = request.num_prompt <= request.num_computed <= request.num_kv_at_most
+            require(is_within, f"{request!r} runs with KV of {request.num_computed} positions")
+        started = [*self._transferring, *self._running]
+        require(len(started) <= self._batch_size, f"{len(started)} requests were started")
+        self._waiting.check_integrity(started)
+        owned = [request.block_ids for request in started]
+        owned += [block_ids for _, block_ids in self._quarantined]
+        self._pool.check_integrity(owned)
+
+    def _return_quarantined(self) -> None:
+        still_written = []
+        for token, block_ids in self._quarantined:
+            if token.is_done():
+                self._pool.free(block_ids)
+            else:
+                still_written.append((token, block_ids))
+        self._quarantined = still_written
+
+    def _join_received(self) -> None:
+        for request, token in list(self._transferring.items()):
+            if token is not None and token.is_done() and token.error() is None:
+                del self._transferring[request]
+                request.num_computed = request.num_prompt
+                request.status = RequestStatus.RUNNING
+                self._running.append(request)
+
+    def _admit_waiting(self) -> None:
+        while len(self._transferring) + len(self._running) < self._batch_size:
+            request = self._waiting.pop_startable()
+            if request is None:
+                return
+            request.status = RequestStatus.TRANSFERRING
+            self._transferring[request] = None

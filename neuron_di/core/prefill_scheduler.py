@@ -1,0 +1,118 @@
+"""Prefill: one prompt at a time, its KV kept until the decode worker has it.
+
+    WAITING --schedule--> RUNNING --park--> TRANSFERRING --release--> FINISHED
+
+The rules (seed N-56 to N-59): one request runs; running and transferring ones together are at
+most `batch_size`; so the next prompt starts as soon as the last one is parked, while its KV is
+still being moved, unless decode is so far behind that `batch_size` are parked.
+"""
+
+from neuron_di.core.block_pool import BlockPool
+from neuron_di.core.plan import PrefillChunk
+from neuron_di.core.require import require
+from neuron_di.core.waiting_queue import WaitingQueue
+from neuron_di.request import Request, RequestStatus
+from neuron_di.types import FinishReason
+
+
+class PrefillScheduler:
+    """Runs prompts in chunks of at most `chunk_tokens`. Reserves blocks for the prompt only.
+
+    After the last chunk and before the next `schedule()` the engine parks or finishes the request.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        batch_size: int,
+        chunk_tokens: int,
+        waiting_max: int,
+    ) -> None:
+        self._pool = pool
+        self._batch_size = batch_size
+        self._chunk_tokens = chunk_tokens
+        self._waiting = WaitingQueue(
+            pool,
+            block_size=block_size,
+            waiting_max=waiting_max,
+            num_tokens=lambda request: request.num_prompt,
+        )
+        self._running: Request | None = None
+        self._transferring: list[Request] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return int(self._running is not None)
+
+    @property
+    def num_transferring(self) -> int:
+        return len(self._transferring)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. CapacityError: the queue is full. TooLarge: it can never fit."""
+        self._waiting.add(request)
+
+    def schedule(self) -> PrefillChunk | None:
+        """The next chunk of the running prompt; starts the next prompt when none runs."""
+        if self._running is None and len(self._transferring) < self._batch_size:
+            self._running = self._waiting.pop_startable()
+            if self._running is not None:
+                self._running.status = RequestStatus.RUNNING
+        if self._running is None:
+            return None
+        return PrefillChunk.next_of(self._running, self._chunk_tokens)
+
+    def park(self, request: Request) -> None:
+        """Keep the finished prompt's KV until `release`; the next prompt may run."""
+        require(request is self._running, f"{request!r} is not running")
+        require(request.num_computed == request.num_prompt, f"{request!r} lacks KV")
+        request.status = RequestStatus.TRANSFERRING
+        self._running = None
+        self._transferring.append(request)
+
+    def release(self, request: Request) -> None:
+        """The decode worker has the KV: the request ends here, without a finish reason."""
+        require(request in self._transferring, f"{request!r} is not parked")
+        self._leave(request, None)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in any state: its first token ended it, it failed or was cancelled.
+
+        Of a parked one a decode worker may be reading the blocks right now. It notices reuse by
+        the blocks' generations, so they are free at once.
+        """
+        self._leave(request, reason)
+
+    def is_idle(self) -> bool:
+        """True when no request is left; then every block is free."""
+        return not (self._waiting or self._running or self._transferring)
+
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError unless states, limits and blocks add up."""
+        running = [] if self._running is None else [self._running]
+        for request in running:
+            require(request.status is RequestStatus.RUNNING, f"{request!r} runs")
+        for request in self._transferring:
+            require(request.status is RequestStatus.TRANSFERRING, f"{request!r} is parked")
+        started = running + self._transferring
+        require(len(started) <= self._batch_size, f"{len(started)} requests were started")
+        self._waiting.check_integrity(started)
+        self._pool.check_integrity(request.block_ids for request in started)
+
+    def _leave(self, request: Request, reason: FinishReason | None) -> None:
+        if request is self._running:
+            self._running = None
+        elif request in self._transferring:
+            self._transferring.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._pool.free(request.block_ids)
+        request.block_ids = []
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason

@@ -1,0 +1,61 @@
+"""What the engine asks of a scheduler, whatever the worker's role.
+
+    plan = scheduler.schedule()      decide
+    backend computes the plan        the scheduler knows nothing of it
+    plan.mark_computed()             tell what is done; then sample, finish, park
+
+Blocks are reserved when a request starts, for all the KV it can ever hold on this worker.
+So a request that started never runs out of memory, and no scheduler needs preemption.
+Waiting requests start in the order of their arrival. Nobody overtakes the first, even one
+that would fit: a long prompt waits for its turn, never for ever.
+"""
+
+from typing import Protocol
+
+from neuron_di.core.plan import StepPlan
+from neuron_di.request import Request
+from neuron_di.types import FinishReason
+
+
+class Scheduler(Protocol):
+    """Owns the status and the blocks of its requests. Called by the engine's thread only.
+
+    Nothing here blocks, computes or moves bytes. A call that breaks the rules raises
+    LocalProtocolError and changes nothing.
+    """
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_transferring(self) -> int: ...
+
+    def add(self, request: Request) -> None:
+        """Take a request into the waiting queue; from now on only `finish` lets it go.
+
+        CapacityError when the queue is full; TooLarge when even an empty pool could not hold
+        the request, which would block the queue for ever.
+        """
+        ...
+
+    def schedule(self) -> StepPlan | None:
+        """Start whom there is room for, and return what to compute now; None: nothing."""
+        ...
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in whatever state it is. It holds no blocks afterwards.
+
+        No device write to its blocks may be in flight: call `Backend.quiesce` before.
+        """
+        ...
+
+    def is_idle(self) -> bool:
+        """True when no request is left and every block is free."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError unless states, limits and blocks add up. Reads every block."""
+        ...

@@ -1,0 +1,76 @@
+"""The requests that wait for a start: bounded, first come, first served, holding nothing."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from neuron_di.core.block_pool import BlockPool
+from neuron_di.core.require import require
+from neuron_di.errors import CapacityError, TooLarge
+from neuron_di.request import Request, RequestStatus
+
+
+class WaitingQueue:
+    """Lets its first request start once the pool holds all the blocks it will ever need.
+
+    `num_tokens` says for how many token positions a request reserves blocks.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        waiting_max: int,
+        num_tokens: Callable[[Request], int],
+    ) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._waiting_max = waiting_max
+        self._num_tokens = num_tokens
+        self._requests: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Append a request. CapacityError: the queue is full. TooLarge: it could never start."""
+        require(request.status is RequestStatus.WAITING, f"{request!r} was added before")
+        require(request not in self._requests, f"{request!r} was added before")
+        require(request.num_prompt > 0, f"{request!r} has no prompt")
+        num_blocks = self._num_blocks(request)
+        if num_blocks > self._pool.num_blocks:
+            raise TooLarge(
+                f"the request needs {num_blocks} KV blocks of {self._block_size} tokens,"
+                f" this worker has {self._pool.num_blocks}"
+            )
+        if len(self._requests) >= self._waiting_max:
+            raise CapacityError(f"{len(self._requests)} requests are waiting already")
+        self._requests.append(request)
+
+    def pop_startable(self) -> Request | None:
+        """Remove the first request and give it its blocks; None when it must wait on."""
+        if not self._requests:
+            return None
+        num_blocks = self._num_blocks(self._requests[0])
+        if num_blocks > self._pool.num_free:
+            return None
+        request = self._requests.popleft()
+        request.block_ids = self._pool.allocate(num_blocks)
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Take a request out that gave up."""
+        require(request in self._requests, f"{request!r} is not waiting here")
+        self._requests.remove(request)
+
+    def check_integrity(self, started: Iterable[Request]) -> None:
+        """Raise LocalProtocolError unless only started requests hold blocks, each its share."""
+        for request in self._requests:
+            require(request.status is RequestStatus.WAITING, f"{request!r} is in the queue")
+            require(not request.block_ids, f"{request!r} holds blocks")
+        for request in started:
+            is_whole = len(request.block_ids) == self._num_blocks(request)
+            require(is_whole, f"{request!r} does not hold what it reserved")
+
+    def _num_blocks(self, request: Request) -> int:
+        return -(-self._num_tokens(request) // self._block_size)

@@ -1,0 +1,269 @@
+"""Requests, transfers and a model of KV memory for the tests of the schedulers."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from neuron_di.core import BlockPool, DecodeBatch, PrefillChunk
+from neuron_di.errors import CapacityError, LocalProtocolError, NeuronDiError, TooLarge
+from neuron_di.request import Request, RequestStatus
+from neuron_di.types import BlockId, RequestId
+from neuron_di.wire import SamplingParams
+
+WAITING, RUNNING = RequestStatus.WAITING, RequestStatus.RUNNING
+TRANSFERRING, FINISHED = RequestStatus.TRANSFERRING, RequestStatus.FINISHED
+
+# Random schedules per scheduler. Three schedulers: 10,500 in the suite.
+NUM_SCHEDULES = 3_500
+RANDOM_SCHEDULES = settings(
+    max_examples=NUM_SCHEDULES,
+    stateful_step_count=20,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
+
+# (num_prompt, max_tokens)
+ARRIVAL = st.tuples(st.integers(1, 16), st.integers(1, 8))
+
+
+def make_request(name: object, *, num_prompt: int, max_tokens: int = 4) -> Request:
+    """A request as it is before any worker computed anything of it."""
+    return Request(
+        RequestId(str(name)),
+        0,
+        prompt_ids=[7] * num_prompt,
+        sampling=SamplingParams(),
+        max_tokens=max_tokens,
+        output=cast("Any", None),  # schedulers never look at text
+    )
+
+
+def make_received(name: object, *, num_prompt: int, max_tokens: int = 4) -> Request:
+    """A request as a decode worker adds it: its first token is known."""
+    request = make_request(name, num_prompt=num_prompt, max_tokens=max_tokens)
+    request.generated.append(7)
+    return request
+
+
+class Transfer:
+    """A transfer whose end the test decides. A CompletionToken."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.block_ids = list(request.block_ids)
+        self.is_ended = False
+        self.failure: NeuronDiError | None = None
+
+    def is_done(self) -> bool:
+        return self.is_ended
+
+    def error(self) -> NeuronDiError | None:
+        return self.failure
+
+    def end(self, failure: NeuronDiError | None = None) -> None:
+        self.is_ended = True
+        self.failure = failure
+
+
+@dataclass
+class KvMemory:
+    """What stands in the blocks: for every position, whose KV it is and of which position."""
+
+    block_size: int
+    cells: dict[tuple[BlockId, int], tuple[Request, int]] = field(default_factory=dict)
+
+    def write(self, request: Request, block_ids: list[BlockId], start: int, end: int) -> None:
+        for position in range(start, end):
+            index, offset = divmod(position, self.block_size)
+            self.cells[block_ids[index], offset] = (request, position)
+
+    def check(self, request: Request, end: int) -> None:
+        """Fail unless positions [0, end) of the request are in its blocks, intact."""
+        for position in range(end):
+            index, offset = divmod(position, self.block_size)
+            assert self.cells.get((request.block_ids[index], offset)) == (request, position)
+
+    def compute(self, plan: PrefillChunk | DecodeBatch) -> None:
+        """Do what a backend does: read the KV that is there, write the new positions."""
+        if isinstance(plan, PrefillChunk):
+            self.check(plan.request, plan.start)
+            self.write(plan.request, plan.request.block_ids, plan.start, plan.end)
+        else:
+            for request in plan.requests:
+                fed = request.num_prompt + len(request.generated) - 1
+                assert request.num_computed == fed
+                self.check(request, fed)
+                self.write(request, request.block_ids, fed, fed + 1)
+        plan.mark_computed()
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """What holds for every scheduler: requests come and go at random, the rules are checked.
+
+    It looks at the requests and the pool, not into the scheduler, so that it is a second opinion
+    beside the scheduler's own `check_integrity`.
+    """
+
+    moves: ClassVar[set[tuple[RequestStatus, RequestStatus]]]
+    num_schedules = 0  # of each subclass, counted by its own attribute
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).num_schedules += 1
+        self.requests: list[Request] = []  # all that were added, in order
+        self.statuses: dict[Request, RequestStatus] = {}
+        self.transfers: list[Transfer] = []  # that have not ended
+        self.quarantine: list[Transfer] = []  # whose requests left before they ended
+
+    def make_scheduler(self, chunk_tokens: int, waiting_max: int):
+        raise NotImplementedError
+
+    def num_reserved(self, request: Request) -> int:
+        """Token positions a request holds blocks for."""
+        return request.num_kv_at_most
+
+    def new_request(self, num_prompt: int, max_tokens: int) -> Request:
+        return make_request(len(self.requests), num_prompt=num_prompt, max_tokens=max_tokens)
+
+    def step(self) -> None:
+        """What an engine does in one step, when all goes well."""
+        raise NotImplementedError
+
+    def end_transfers(self) -> None:
+        """All that others have to do, so that requests can go on."""
+
+    @initialize(
+        num_blocks=st.integers(6, 24),
+        block_size=st.integers(1, 4),
+        batch_size=st.integers(1, 4),
+        chunk_tokens=st.integers(1, 9),
+        waiting_max=st.integers(2, 6),
+        arrivals=st.lists(ARRIVAL, min_size=2, max_size=6),
+    )
+    def start(self, num_blocks, block_size, batch_size, chunk_tokens, waiting_max, arrivals):
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self.chunk_tokens = chunk_tokens
+        self.waiting_max = waiting_max
+        self.kv = KvMemory(block_size)
+        self.scheduler = self.make_scheduler(chunk_tokens, waiting_max)
+        for arrival in arrivals:
+            self.add(arrival)
+
+    def of(self, *statuses: RequestStatus) -> list[Request]:
+        return [request for request in self.requests if request.status in statuses]
+
+    def num_blocks_for(self, request: Request) -> int:
+        return -(-self.num_reserved(request) // self.block_size)
+
+    def is_head_stuck(self) -> bool:
+        """True when nobody waits, or the first has no room in the pool."""
+        waiting = self.of(WAITING)
+        return not waiting or self.num_blocks_for(waiting[0]) > self.pool.num_free
+
+    @rule(arrival=ARRIVAL)
+    def add(self, arrival):
+        request = self.new_request(*arrival)
+        num_waiting = len(self.of(WAITING))
+        try:
+            self.scheduler.add(request)
+        except TooLarge:
+            assert self.num_blocks_for(request) > self.pool.num_blocks
+        except CapacityError:
+            assert num_waiting == self.waiting_max
+        else:
+            assert self.num_blocks_for(request) <= self.pool.num_blocks
+            assert num_waiting < self.waiting_max
+            self.requests.append(request)
+            self.statuses[request] = WAITING
+
+    @rule(num_steps=st.integers(1, 8), others_keep_up=st.booleans())
+    def run_steps(self, num_steps, others_keep_up):
+        for _ in range(num_steps):
+            self.step()
+            self.check_all()
+            if others_keep_up:
+                self.end_transfers()
+
+    @precondition(lambda self: self.of(WAITING, RUNNING, TRANSFERRING))
+    @rule(index=st.integers(0, 9))
+    def cancel(self, index):
+        live = self.of(WAITING, RUNNING, TRANSFERRING)
+        request = live[index % len(live)]
+        self.quarantine += [t for t in self.transfers if t.request is request]
+        self.scheduler.finish(request, "cancelled")
+        assert request.finish_reason == "cancelled"
+
+    @precondition(lambda self: self.of(FINISHED))
+    @rule(index=st.integers(0, 9))
+    def finish_again(self, index):
+        finished = self.of(FINISHED)
+        request = finished[index % len(finished)]
+        with pytest.raises(LocalProtocolError):
+            self.scheduler.finish(request, "error")
+
+    @invariant()
+    def check_all(self):
+        self.only_legal_moves()
+        self.first_come_first_served()
+        self.blocks_add_up()
+        self.limits_hold()
+
+    def only_legal_moves(self):
+        for request in self.requests:
+            move = self.statuses[request], request.status
+            assert move[0] is move[1] or move[1] is FINISHED or move in self.moves, move
+            assert move[0] is not FINISHED or move[1] is FINISHED
+            self.statuses[request] = request.status
+
+    def first_come_first_served(self):
+        waiting = [i for i, request in enumerate(self.requests) if request.status is WAITING]
+        started = [i for i, request in enumerate(self.requests) if request.block_ids]
+        assert not waiting or not started or started[-1] < waiting[0]
+
+    def blocks_add_up(self):
+        owned = []
+        for request in self.requests:
+            if request.status in (RUNNING, TRANSFERRING):
+                assert len(request.block_ids) == self.num_blocks_for(request)
+                owned += request.block_ids
+            else:
+                assert request.block_ids == []
+        for transfer in self.quarantine:
+            if not transfer.is_ended:
+                owned += transfer.block_ids
+        assert len(owned) == len(set(owned))
+        # Those of an ended transfer come back when the scheduler polls next.
+        num_late = sum(len(t.block_ids) for t in self.quarantine if t.is_ended)
+        num_not_owned = self.pool.num_blocks - len(owned)
+        assert num_not_owned - num_late <= self.pool.num_free <= num_not_owned
+
+    def limits_hold(self):
+        assert len(self.of(RUNNING, TRANSFERRING)) <= self.batch_size
+        assert len(self.of(WAITING)) <= self.waiting_max
+        scheduler = self.scheduler
+        counts = scheduler.num_waiting, scheduler.num_running, scheduler.num_transferring
+        assert counts == tuple(len(self.of(s)) for s in (WAITING, RUNNING, TRANSFERRING))
+        scheduler.check_integrity()
+
+    def teardown(self):
+        """Nobody starves: when all goes well from here on, every request ends."""
+        if not hasattr(self, "scheduler"):
+            return
+        steps_max = 40 * len(self.requests)
+        while not self.scheduler.is_idle():
+            steps_max -= 1
+            assert steps_max > 0, "somebody starves"
+            self.end_transfers()
+            self.step()
+            self.check_all()
+        assert self.of(WAITING, RUNNING, TRANSFERRING) == []
+        assert self.pool.num_free == self.pool.num_blocks

@@ -1,0 +1,253 @@
+"""Seed N-13 to N-15 and N-60 to N-64: received before it runs, and never on foreign KV."""
+
+import pytest
+from core_kit import (
+    NUM_SCHEDULES,
+    RANDOM_SCHEDULES,
+    RUNNING,
+    TRANSFERRING,
+    WAITING,
+    SchedulerMachine,
+    Transfer,
+    make_received,
+    make_request,
+)
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from neuron_di.core import BlockPool, DecodeScheduler
+from neuron_di.errors import LocalProtocolError, PeerGone
+
+
+class DecodeMachine(SchedulerMachine):
+    """Transfers end in any order, well or badly, long after their request left too.
+
+    An ended transfer has written its KV to its blocks, whoever owns them by then: KV that is
+    reused too early is found out when a batch reads it.
+    """
+
+    moves = {(WAITING, TRANSFERRING), (TRANSFERRING, RUNNING)}  # noqa: RUF012
+
+    def make_scheduler(self, chunk_tokens, waiting_max):
+        return DecodeScheduler(
+            self.pool,
+            block_size=self.block_size,
+            batch_size=self.batch_size,
+            waiting_max=waiting_max,
+        )
+
+    def new_request(self, num_prompt, max_tokens):
+        return make_received(len(self.requests), num_prompt=num_prompt, max_tokens=max_tokens + 1)
+
+    def started_transfers(self):
+        return [t for t in self.transfers if t.request.status is TRANSFERRING]
+
+    def is_due(self, transfer):
+        """True for a failed transfer whose request was not finished yet."""
+        return transfer.failure is not None and transfer.request.status is TRANSFERRING
+
+    @rule(finishes_failed=st.booleans(), starts_transfers=st.booleans())
+    def step(self, finishes_failed=True, starts_transfers=True):
+        if finishes_failed:
+            self.finish_failed()
+        running = self.scheduler_running()
+        batch = self.scheduler.schedule()
+        self.only_legal_moves()
+        # N-15: all that has arrived joins this very batch, behind those that ran before.
+        assert (list(batch.requests) if batch else []) == running
+        assert set(running) == set(self.of(RUNNING))
+        self.transfers = [t for t in self.transfers if not t.is_ended or self.is_due(t)]
+        self.quarantine = [t for t in self.quarantine if not t.is_ended]
+        # N-62: who still waits has no slot, or no blocks.
+        is_full = len(self.of(RUNNING, TRANSFERRING)) == self.batch_size
+        assert is_full or self.is_head_stuck()
+        if starts_transfers:
+            self.start_transfers()
+        if batch is not None:
+            self.decode(batch)
+
+    def scheduler_running(self):
+        """Who must be in the next batch, in order: ran before, or is received by now."""
+        admitted = self.of(TRANSFERRING)
+        arrived = [t.request for t in self.transfers if t.is_ended and not t.failure]
+        joins = [request for request in admitted if request in arrived]
+        self.batch = [r for r in getattr(self, "batch", []) if r.status is RUNNING] + joins
+        return self.batch
+
+    def finish_failed(self):
+        failed = [t for t in self.transfers if self.is_due(t)]
+        told = self.scheduler.failed_transfers()
+        assert {(t.request, t.failure) for t in failed} == set(told)
+        for request, _error in told:
+            self.scheduler.finish(request, "error")
+
+    def start_transfers(self):
+        being_received = [t.request for t in self.started_transfers()]
+        to_start = self.scheduler.transfers_to_start()
+        assert to_start == [r for r in self.of(TRANSFERRING) if r not in being_received]
+        for request in to_start:
+            transfer = Transfer(request)
+            self.transfers.append(transfer)
+            self.scheduler.transfer_started(request, transfer)
+
+    def decode(self, batch):
+        self.kv.compute(batch)
+        for request in batch.requests:
+            request.generated.append(7)
+            if len(request.generated) == request.max_tokens:
+                self.scheduler.finish(request, "length")
+
+    @precondition(lambda self: any(not t.is_ended for t in self.transfers))
+    @rule(index=st.integers(0, 9), fails=st.booleans())
+    def end_transfer(self, index, fails=False):
+        in_flight = [t for t in self.transfers if not t.is_ended]
+        transfer = in_flight[index % len(in_flight)]
+        self.kv.write(transfer.request, transfer.block_ids, 0, transfer.request.num_prompt)
+        transfer.end(PeerGone("the prefill worker left") if fails else None)
+
+    def end_transfers(self):
+        while any(not t.is_ended for t in self.transfers):
+            self.end_transfer(0)
+
+
+@pytest.mark.timeout(600)
+def test_random_schedules():
+    run_state_machine_as_test(DecodeMachine, settings=RANDOM_SCHEDULES)
+    assert DecodeMachine.num_schedules >= NUM_SCHEDULES
+
+
+def make_scheduler(num_blocks=8, batch_size=2):
+    pool = BlockPool(num_blocks)
+    return pool, DecodeScheduler(pool, block_size=4, batch_size=batch_size, waiting_max=9)
+
+
+def start_all(scheduler):
+    """Start every transfer that is due; by request name."""
+    transfers = {}
+    for request in scheduler.transfers_to_start():
+        transfers[request.request_id] = Transfer(request)
+        scheduler.transfer_started(request, transfers[request.request_id])
+    return transfers
+
+
+def test_a_full_batch_starts_no_transfer():
+    """N-13: with batch size 1 busy, nothing is pulled until it frees."""
+    _, scheduler = make_scheduler(batch_size=1)
+    first, second = (make_received(name, num_prompt=4) for name in "ab")
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.schedule()
+    transfers = start_all(scheduler)
+    assert list(transfers) == ["a"]
+    transfers["a"].end()
+    assert scheduler.schedule().requests == (first,)
+    assert scheduler.transfers_to_start() == []
+    scheduler.finish(first, "stop")
+    scheduler.schedule()
+    assert scheduler.transfers_to_start() == [second]
+
+
+def test_others_decode_during_a_transfer_and_it_joins_the_next_batch():
+    """N-14, N-15."""
+    _, scheduler = make_scheduler()
+    first, second = (make_received(name, num_prompt=4, max_tokens=9) for name in "ab")
+    scheduler.add(first)
+    scheduler.schedule()
+    start_all(scheduler)["a"].end()
+    scheduler.add(second)
+    assert scheduler.schedule().requests == (first,)
+    transfer = start_all(scheduler)["b"]
+    for _ in range(3):
+        batch = scheduler.schedule()
+        assert batch.requests == (first,)
+        batch.mark_computed()
+    transfer.end()
+    assert scheduler.schedule().requests == (first, second)
+    assert (first.num_computed, second.num_computed) == (7, 4)
+
+
+def test_blocks_are_quarantined_until_their_transfer_is_done():
+    """N-64: nobody gets blocks that a transfer may still write to."""
+    pool, scheduler = make_scheduler(num_blocks=2)
+    first, second = (make_received(name, num_prompt=5) for name in "ab")
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.schedule()
+    transfer = start_all(scheduler)["a"]
+    scheduler.finish(first, "cancelled")
+    assert scheduler.num_transferring == 0
+    assert scheduler.schedule() is None
+    assert scheduler.transfers_to_start() == []
+    assert pool.num_free == 0
+    scheduler.check_integrity()
+    transfer.end(PeerGone("late"))
+    scheduler.schedule()
+    assert scheduler.transfers_to_start() == [second]
+
+
+def test_a_quarantined_request_takes_no_slot():
+    _, scheduler = make_scheduler(batch_size=1)
+    first, second = (make_received(name, num_prompt=4) for name in "ab")
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.schedule()
+    start_all(scheduler)
+    scheduler.finish(first, "cancelled")
+    scheduler.schedule()
+    assert scheduler.transfers_to_start() == [second]
+    scheduler.finish(second, "cancelled")
+    assert not scheduler.is_idle()
+
+
+def test_without_a_started_transfer_blocks_are_free_at_once():
+    pool, scheduler = make_scheduler()
+    request = make_received("a", num_prompt=4)
+    scheduler.add(request)
+    scheduler.schedule()
+    scheduler.finish(request, "error")
+    assert pool.num_free == 8
+    with pytest.raises(LocalProtocolError):
+        scheduler.transfer_started(request, Transfer(request))
+
+
+def test_a_failed_transfer_keeps_its_slot_until_it_is_finished():
+    pool, scheduler = make_scheduler(batch_size=1)
+    request = make_received("a", num_prompt=4)
+    scheduler.add(request)
+    scheduler.schedule()
+    error = PeerGone("the prefill worker left")
+    start_all(scheduler)["a"].end(error)
+    assert scheduler.schedule() is None
+    assert scheduler.failed_transfers() == [(request, error)]
+    assert request.status is TRANSFERRING
+    scheduler.finish(request, "error")
+    assert scheduler.failed_transfers() == []
+    assert pool.num_free == 8
+
+
+def test_blocks_are_reserved_for_all_tokens():
+    """A request that runs never waits for memory: no preemption."""
+    _, scheduler = make_scheduler()
+    scheduler.add(make_received("a", num_prompt=4, max_tokens=13))  # 16 positions
+    scheduler.add(make_received("b", num_prompt=4, max_tokens=14))  # 17 positions: one block more
+    scheduler.schedule()
+    assert [len(r.block_ids) for r in scheduler.transfers_to_start()] == [4]
+
+
+def test_one_token_per_transfer():
+    _, scheduler = make_scheduler()
+    request = make_received("a", num_prompt=4)
+    scheduler.add(request)
+    scheduler.schedule()
+    start_all(scheduler)
+    with pytest.raises(LocalProtocolError):
+        scheduler.transfer_started(request, Transfer(request))
+
+
+def test_only_requests_with_a_first_token_and_more_to_come_are_added():
+    _, scheduler = make_scheduler()
+    with pytest.raises(LocalProtocolError):
+        scheduler.add(make_request("a", num_prompt=4))
+    with pytest.raises(LocalProtocolError):
+        scheduler.add(make_received("b", num_prompt=4, max_tokens=1))
+    assert scheduler.is_idle()
