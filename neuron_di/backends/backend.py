@@ -1,0 +1,47 @@
+"""What a device must be able to do. The CPU backend is the one every other is compared with.
+
+One backend serves one model on one device. Every method is called by the engine's thread.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from neuron_di.core import DecodeBatch, PrefillChunk
+from neuron_di.kv import KvLayout, KvPool
+from neuron_di.types import BlockId
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Called after a layer's KV of the current chunk is in the pool: layer index, blocks written.
+LayerHook = Callable[[int, Sequence[BlockId]], None]
+
+
+class Backend(Protocol):
+    """Owns the weights and the KV pool's memory; blocks are owned by requests."""
+
+    layout: KvLayout
+    pool: KvPool
+    num_vocab: int
+
+    def prefill(self, chunk: PrefillChunk, after_layer: LayerHook | None = None) -> "Tensor | None":
+        """Write the chunk's KV into its request's blocks.
+
+        Returns the last position's logits [V], float32, when the chunk is the prompt's last.
+        """
+        ...
+
+    def decode(self, batch: DecodeBatch) -> "Tensor":
+        """Feed each request's newest token, write its KV, and return logits [B, V], float32.
+
+        A row depends on its own request only, not on who shares the batch.
+        """
+        ...
+
+    def quiesce(self, block_ids: Sequence[BlockId]) -> None:
+        """Return once no device write to these blocks is in flight: they may be read or freed."""
+        ...
+
+    def close(self) -> None:
+        """Free the weights and the pool. Further calls are a bug."""
+        ...

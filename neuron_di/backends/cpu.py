@@ -1,0 +1,154 @@
+"""The CPU backend: torch for prefill, compiled kernels for decode. The reference for all others."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_di.backends.backend import LayerHook
+from neuron_di.backends.open_backend import BackendOptions
+from neuron_di.core import DecodeBatch, PrefillChunk
+from neuron_di.kv import KvPool
+from neuron_di.models import LayerWeights, ModelWeights, Transformer, load_weights
+from neuron_di.obs import get_logger
+from neuron_di.types import BlockId
+from neuron_di_bindings import cpu_kernels
+
+_log = get_logger(__name__)
+
+
+def open_backend(options: BackendOptions) -> "CpuBackend":
+    """Allocate the pool, load the weights. Raises ConfigError or CheckpointError."""
+    return CpuBackend(options)
+
+
+class CpuBackend:
+    """Serves one model on this process's cores. See `Backend` for the contract."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        torch.set_num_threads(options.num_threads)
+        spec = options.spec
+        self.layout = options.layout
+        self.num_vocab = spec.num_vocab
+        self.pool = KvPool.create(self.layout, options.num_blocks, options.incarnation)
+        try:
+            weights = load_weights(
+                options.folder, spec, dtype=self.layout.dtype, on_progress=options.on_progress
+            )
+        except BaseException:
+            self.pool.close()
+            raise
+        # A request cannot be longer than the pool, whatever the model's context.
+        num_positions = min(spec.context_tokens, options.num_blocks * self.layout.block_size)
+        angle_tables = spec.rope.angle_tables(spec.head_dim, num_positions)
+        self._transformer = Transformer(spec, weights, angle_tables, self.pool.tensor())
+        self._decoder = _open_decoder(options, weights, angle_tables, self.pool)
+
+    def prefill(self, chunk: PrefillChunk, after_layer: LayerHook | None = None) -> Tensor | None:
+        request = chunk.request
+        return self._transformer.run_chunk(
+            request.prompt_ids[chunk.start : chunk.end],
+            start=chunk.start,
+            block_ids=request.block_ids,
+            with_logits=chunk.is_last,
+            after_layer=after_layer,
+        )
+
+    def decode(self, batch: DecodeBatch) -> Tensor:
+        if self._decoder is None:
+            return self._decode_one_by_one(batch)
+        requests = batch.requests
+        tables = np.zeros((len(requests), max(len(r.block_ids) for r in requests)), np.int32)
+        for row, request in zip(tables, requests, strict=True):
+            row[: len(request.block_ids)] = request.block_ids
+        logits_BV = torch.empty(len(requests), self.num_vocab)
+        self._decoder.step(
+            np.array([request.generated[-1] for request in requests], np.int32),
+            np.array([request.num_computed for request in requests], np.int32),
+            tables,
+            logits_BV.numpy(),
+        )
+        return logits_BV
+
+    def _decode_one_by_one(self, batch: DecodeBatch) -> Tensor:
+        """Without the kernels: each request alone, so that a row cannot depend on the others."""
+        rows = []
+        for request in batch.requests:
+            logits_V = self._transformer.run_chunk(
+                request.generated[-1:],
+                start=request.num_computed,
+                block_ids=request.block_ids,
+                with_logits=True,
+            )
+            assert logits_V is not None
+            rows.append(logits_V)
+        return torch.stack(rows)
+
+    def quiesce(self, block_ids: Sequence[BlockId]) -> None:
+        """Nothing to wait for: a step has made all its writes when it returns."""
+
+    def close(self) -> None:
+        # The kernels know the weights and the pool by address only: they go first.
+        del self._decoder, self._transformer
+        self.pool.close()
+
+
+def _open_decoder(
+    options: BackendOptions,
+    weights: ModelWeights,
+    angle_tables: tuple[Tensor, Tensor],
+    pool: KvPool,
+) -> cpu_kernels.CpuDecoder | None:
+    """The compiled decode step, which reads all these where they lie; None without kernels.
+
+    The caller keeps the tensors alive as long as the decoder.
+    """
+    if not options.use_kernels:
+        return None
+    try:
+        kernels = cpu_kernels.load()
+    except cpu_kernels.KernelsNotBuilt as error:
+        _log.warning("kernels_missing", effect="decode is slower", mend=str(error))
+        return None
+    spec = options.spec
+    cosines, sines = angle_tables
+    return cpu_kernels.CpuDecoder(
+        kernels,
+        cpu_kernels.DecoderShape(
+            num_vocab=spec.num_vocab,
+            hidden=spec.hidden,
+            intermediate=spec.intermediate,
+            num_layers=spec.num_layers,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=options.layout.block_size,
+            num_blocks=options.num_blocks,
+            num_positions=len(cosines),
+            window=spec.sliding_window or 0,
+        ),
+        [_addresses(layer) for layer in weights.layers],
+        cpu_kernels.DecoderAddresses(
+            embedding=weights.embedding.data_ptr(),
+            final_norm=weights.final_norm.data_ptr(),
+            lm_head=weights.lm_head.data_ptr(),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            pool=pool.base_address,
+        ),
+        dtype=options.layout.dtype,
+        rms_eps=spec.rms_eps,
+        num_threads=options.num_threads,
+    )
+
+
+def _addresses(layer: LayerWeights) -> cpu_kernels.LayerAddresses:
+    """Both classes name the weights alike."""
+    addresses: dict[str, Any] = {}
+    for field in fields(layer):
+        tensor: Tensor | None = getattr(layer, field.name)
+        addresses[field.name] = None if tensor is None else tensor.data_ptr()
+    return cpu_kernels.LayerAddresses(**addresses)

@@ -1,0 +1,121 @@
+"""What a worker's model and KV pool need, said before anything is loaded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuron_di.errors import ConfigError
+from neuron_di.kv import DTYPE_BYTES, KvLayout, segment_bytes
+from neuron_di.models import ModelSpec
+
+_LOGIT_ROWS = 64  # rows of logits alive at once: the largest decode batch with its sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by purpose. `pool_bytes` grows with the number of blocks, the rest does not."""
+
+    weights_bytes: int
+    pool_bytes: int
+    workspace_bytes: int
+    num_blocks: int
+    block_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.pool_bytes + self.workspace_bytes
+
+    def max_blocks(self, available_bytes: int) -> int:
+        """The most blocks that fit; 0 when not even the weights do."""
+        fixed_bytes = self.total_bytes - self.num_blocks * self.block_bytes
+        return max(0, (available_bytes - fixed_bytes) // (self.block_bytes + 8))  # 8: its counter
+
+    def require_fits(self, available_bytes: int) -> None:
+        """Raise ConfigError with the numbers when the plan needs more than there is."""
+        if self.total_bytes <= available_bytes:
+            return
+        most = self.max_blocks(available_bytes)
+        mend = (
+            f"at most {most} blocks fit"
+            if most
+            else "the model does not fit whatever the number of blocks"
+        )
+        raise ConfigError(
+            f"not enough memory: weights {_text(self.weights_bytes)}, KV pool of "
+            f"{self.num_blocks} blocks {_text(self.pool_bytes)}, workspace "
+            f"{_text(self.workspace_bytes)}: {_text(self.total_bytes)} in all, but "
+            f"{_text(available_bytes)} are available; {mend}"
+        )
+
+
+def plan_memory(
+    spec: ModelSpec, layout: KvLayout, *, num_blocks: int, chunk_tokens: int
+) -> MemoryPlan:
+    """What serving `spec` takes. `chunk_tokens` is the largest prefill chunk.
+
+    The workspace is the peak of one layer's activations for such a chunk, its keys, its mask,
+    and the logits: an upper estimate, small beside the rest.
+    """
+    size = DTYPE_BYTES[layout.dtype]
+    context = min(spec.context_tokens, num_blocks * layout.block_size)
+    chunk = min(chunk_tokens, context)
+    query = spec.num_heads * spec.head_dim
+    widest = max(spec.num_qkv + 3 * query, 3 * spec.intermediate)
+    keys = 2 * spec.num_kv_heads * spec.head_dim * context
+    angles = spec.head_dim * context * 4
+    workspace = chunk * (2 * spec.hidden + widest) * size + keys * size + angles
+    workspace += chunk * context * (1 + size) + _LOGIT_ROWS * spec.num_vocab * 4
+    return MemoryPlan(
+        weights_bytes=spec.weight_bytes(layout.dtype),
+        pool_bytes=segment_bytes(layout, num_blocks),
+        workspace_bytes=workspace,
+        num_blocks=num_blocks,
+        block_bytes=layout.block_bytes,
+    )
+
+
+def available_memory_bytes(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Memory this process may still take: the machine's, or less where a cgroup limits it."""
+    return min((_machine_bytes(proc), *_cgroup_bytes(proc, cgroup)))
+
+
+def _machine_bytes(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise ConfigError(f"{proc / 'meminfo'} does not say how much memory is available")
+
+
+def _cgroup_bytes(proc: Path, cgroup: Path) -> Iterator[int]:
+    """What each limit on this process leaves, from its own cgroup (version 2 or 1) to the root."""
+    membership = proc / "self/cgroup"
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, used, cache = cgroup, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root = cgroup / "memory"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            # In a container the path may be the host's: what is not there is skipped.
+            text = (folder / limit).read_text().strip() if (folder / limit).is_file() else "max"
+            if text != "max":
+                stat = dict(
+                    row.split() for row in (folder / "memory.stat").read_text().splitlines()
+                )
+                free_bytes = int(text) - int((folder / used).read_text())
+                yield max(0, free_bytes + int(stat.get(cache, 0)))
+            if folder == root:
+                break
+
+
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,154 @@
+"""A worker's KV pool: one shared-memory segment that peers on the host may read.
+
+    offset 0      header: magic, incarnation, number of blocks
+    4096          generations[num_blocks], uint64: +1 each time a block is given up
+    data_offset   kv_NLCKSD, one block after the other
+
+A reader notes the generations of the blocks it was promised, copies, and compares: a block
+that was given up meanwhile shows, whatever the reason. Owner and readers need no lock.
+"""
+
+import os
+import struct
+from collections.abc import Iterable
+from mmap import mmap
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuron_di.errors import ConfigError, PeerGone, StaleIncarnation
+from neuron_di.kv.layout import KvLayout
+from neuron_di.types import BlockId, Incarnation
+from neuron_di.wire import KvLayoutFields, ShmRegion
+from neuron_di_bindings import shared_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PAGE = 4096
+_MAGIC = b"NDIKV001"
+_HEADER = struct.Struct("<8s64sQ")  # magic, incarnation, num_blocks
+
+
+def _data_offset(num_blocks: int) -> int:
+    return _PAGE + -(-num_blocks * 8 // _PAGE) * _PAGE
+
+
+def segment_bytes(layout: KvLayout, num_blocks: int) -> int:
+    """Bytes of the whole segment: header, generations and blocks."""
+    return _data_offset(num_blocks) + num_blocks * layout.block_bytes
+
+
+class KvPool:
+    """The memory of all blocks of one worker. Which block is whose, `core.BlockPool` says."""
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, incarnation: Incarnation, fd: int, view: mmap
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.incarnation = incarnation
+        self._fd = fd
+        self._view: mmap | None = view
+        _HEADER.pack_into(view, 0, _MAGIC, incarnation.encode(), num_blocks)
+        self._generations: NDArray[np.uint64] = np.frombuffer(
+            view, np.uint64, count=num_blocks, offset=_PAGE
+        )
+
+    @classmethod
+    def create(cls, layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> Self:
+        """Allocate and touch the whole pool. ConfigError when the memory cannot be had."""
+        size_bytes = segment_bytes(layout, num_blocks)
+        try:
+            fd, view = shared_memory.create_segment("neuron-di-kv", size_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"cannot allocate {size_bytes} bytes of shared memory for the KV pool: {error}"
+            ) from None
+        return cls(layout, num_blocks, incarnation, fd, view)
+
+    def tensor(self) -> "Tensor":
+        """The pool as kv_NLCKSD. Shares memory; valid until close()."""
+        import torch
+
+        assert self._view is not None, "the pool is closed"
+        dtype: torch.dtype = getattr(torch, self.layout.dtype)
+        flat = torch.frombuffer(self._view, dtype=dtype, offset=_data_offset(self.num_blocks))
+        return flat.view(self.num_blocks, *self.layout.block_shape)
+
+    @property
+    def base_address(self) -> int:
+        """Address of block 0 in this process."""
+        return int(self._generations.ctypes.data) - _PAGE + _data_offset(self.num_blocks)
+
+    def generations(self, block_ids: Iterable[BlockId]) -> list[int]:
+        """The current generation of each block, to be promised to a reader."""
+        return [int(self._generations[block_id]) for block_id in block_ids]
+
+    def retire(self, block_ids: Iterable[BlockId]) -> None:
+        """Mark blocks as given up. Call it before anything may write to them again."""
+        for block_id in block_ids:
+            self._generations[block_id] += 1
+
+    def region(self) -> ShmRegion:
+        """How a process of this host reaches the pool."""
+        return ShmRegion(
+            pid=os.getpid(),
+            fd=self._fd,
+            incarnation=self.incarnation,
+            num_blocks=self.num_blocks,
+            layout=KvLayoutFields(
+                num_layers=self.layout.num_layers,
+                num_kv_heads=self.layout.num_kv_heads,
+                head_dim=self.layout.head_dim,
+                block_size=self.layout.block_size,
+                dtype=self.layout.dtype,
+            ),
+        )
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with its last tensor. Safe to call twice."""
+        if self._view is not None:
+            self._view = None
+            os.close(self._fd)
+
+
+class PeerPool:
+    """Another worker's pool, mapped read-only."""
+
+    def __init__(self, view: mmap, num_blocks: int, layout: KvLayout) -> None:
+        self._view = view  # keeps the mapping alive
+        self.num_blocks = num_blocks
+        self.layout = layout
+        self._generations: NDArray[np.uint64] = np.frombuffer(
+            view, np.uint64, count=num_blocks, offset=_PAGE
+        )
+
+    @classmethod
+    def open(cls, region: ShmRegion, layout: KvLayout) -> Self:
+        """Map a peer's pool. `layout` is ours: the handshake made sure that theirs is equal.
+
+        PeerGone when it cannot be mapped, StaleIncarnation when it is another process's.
+        """
+        size_bytes = segment_bytes(layout, region.num_blocks)
+        try:
+            view = shared_memory.open_peer_segment(region.pid, region.fd, size_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise PeerGone(f"cannot map the KV pool of process {region.pid}: {error}") from None
+        magic, incarnation, num_blocks = _HEADER.unpack_from(view, 0)
+        expected = region.incarnation.encode()
+        if magic != _MAGIC or incarnation.rstrip(b"\0") != expected:
+            raise StaleIncarnation(f"process {region.pid} is not the worker that was announced")
+        if num_blocks != region.num_blocks:
+            raise PeerGone(f"pool of process {region.pid} has {num_blocks} blocks")
+        return cls(view, region.num_blocks, layout)
+
+    @property
+    def base_address(self) -> int:
+        """Address of the peer's block 0 in this process."""
+        return int(self._generations.ctypes.data) - _PAGE + _data_offset(self.num_blocks)
+
+    def generations(self, block_ids: Iterable[int]) -> list[int]:
+        """The generation of each block now."""
+        return [int(self._generations[block_id]) for block_id in block_ids]

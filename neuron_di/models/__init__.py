@@ -1,0 +1,24 @@
+"""Model families: what a checkpoint says of itself, its weights, and the decoder."""
+
+from neuron_di.models.checkpoint import (
+    LoadProgress,
+    checkpoint_digest,
+    load_weights,
+    resolve_checkpoint,
+)
+from neuron_di.models.rope import RopeSpec
+from neuron_di.models.spec import ModelSpec
+from neuron_di.models.transformer import Transformer
+from neuron_di.models.weights import LayerWeights, ModelWeights
+
+__all__ = [
+    "LayerWeights",
+    "LoadProgress",
+    "ModelSpec",
+    "ModelWeights",
+    "RopeSpec",
+    "Transformer",
+    "checkpoint_digest",
+    "load_weights",
+    "resolve_checkpoint",
+]

@@ -1,0 +1,143 @@
+"""Finding a checkpoint, telling whether two are the same, and loading its weights."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from neuron_di.errors import CheckpointError
+from neuron_di.models.spec import ModelSpec, read_json_object
+from neuron_di.models.weights import ModelWeights
+
+# Bytes loaded so far, bytes in all: both as the weights will lie in memory.
+LoadProgress = Callable[[int, int], None]
+
+_INDEX_NAME = "model.safetensors.index.json"
+_SINGLE_NAME = "model.safetensors"
+_FLOAT_DTYPES = ("F32", "BF16", "F16")
+_DIGEST_SAMPLES = 64  # per weights file
+_DIGEST_SAMPLE_BYTES = 4096
+
+
+def resolve_checkpoint(model: str) -> Path:
+    """The local folder of a model given as a folder or as a Hugging Face hub id.
+
+    A hub id is downloaded, or taken from the hub's cache. Raises CheckpointError.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if model.count("/") > 1 or model.startswith((".", "/", "~")):
+        raise CheckpointError(f"model folder {model} does not exist")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        # A chat template may lie in a .jinja file; some repositories hold the weights twice.
+        patterns = ["*.json", "model*.safetensors", "*.jinja"]
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{model} is neither a folder here nor a model that the hub can deliver now: {reason}"
+        ) from error
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the checkpoint's safetensors files.
+
+    Raises CheckpointError that names what is missing, config.json and tokenizer.json included.
+    """
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing")
+    if (folder / _SINGLE_NAME).is_file():
+        return [_SINGLE_NAME]
+    index = folder / _INDEX_NAME
+    if not index.is_file():
+        raise CheckpointError(f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}")
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    names: set[str] = set()
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index}: {name!r} is not a file name in this folder")
+        names.add(name)
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing; {_INDEX_NAME} lists it")
+    return sorted(names)
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Equal on two workers that serve the same checkpoint, without reading all of it.
+
+    Covers config.json, tokenizer.json, and of every weights file the name, the size, the header
+    and evenly spread samples, so that two fine-tunes of one model differ.
+    """
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json", *weight_files(folder)):
+        path = folder / name
+        size = path.stat().st_size
+        digest.update(f"{name}:{size};".encode())
+        with path.open("rb") as file:
+            if path.suffix == ".json":
+                digest.update(file.read())
+                continue
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_bytes, size)))
+            for sample in range(_DIGEST_SAMPLES):
+                file.seek(size * sample // _DIGEST_SAMPLES)
+                digest.update(file.read(_DIGEST_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def load_weights(
+    folder: Path, spec: ModelSpec, *, dtype: str, on_progress: LoadProgress | None = None
+) -> ModelWeights:
+    """Read every tensor straight into its place, converted to `dtype`.
+
+    Raises CheckpointError that names the file and the tensor when one is missing, has another
+    shape than config.json implies, or when a file is damaged.
+    """
+    weights = ModelWeights.allocate(spec, getattr(torch, dtype))
+    targets = dict(weights.stored_tensors(spec))
+    bytes_total = sum(target.nbytes for target in targets.values())
+    bytes_done = 0
+    for file_name in weight_files(folder):
+        path = folder / file_name
+        try:
+            with safe_open(path, framework="pt") as stored:
+                for name in sorted(targets.keys() & set(stored.keys())):
+                    target = targets.pop(name)
+                    view = stored.get_slice(name)
+                    _check_tensor(path, name, view.get_shape(), view.get_dtype(), target)
+                    target.copy_(stored.get_tensor(name))
+                    bytes_done += target.nbytes
+                    if on_progress is not None:
+                        on_progress(bytes_done, bytes_total)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged or cannot be read: {error}") from error
+    if targets:
+        names = sorted(targets)
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise CheckpointError(
+            f"{folder}: the weights lack tensor {names[0]} {list(targets[names[0]].shape)}{others}"
+        )
+    return weights
+
+
+def _check_tensor(
+    path: Path, name: str, shape: list[int], dtype: str, target: torch.Tensor
+) -> None:
+    if shape != list(target.shape):
+        raise CheckpointError(
+            f"{path}: tensor {name} has shape {shape}; config.json implies {list(target.shape)}"
+        )
+    if dtype not in _FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {name} is stored as {dtype}; supported: {', '.join(_FLOAT_DTYPES)}"
+        )

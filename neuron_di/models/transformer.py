@@ -1,0 +1,164 @@
+"""The decoder of all four families: one request's chunk of positions, from token ids to logits.
+
+Dimensions: T positions of the chunk, E hidden, H query heads, K KV heads, D head dim, R = D / 2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neuron_di.models.rope import rotate_
+from neuron_di.models.spec import ModelSpec
+from neuron_di.models.weights import LayerWeights, ModelWeights
+from neuron_di.types import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What all layers of one chunk share: its angles, where its KV goes, what it may look at."""
+
+    cos_TR: Tensor
+    sin_TR: Tensor
+    block_T: Tensor  # pool block of each position
+    slot_T: Tensor  # its place in that block
+    past_blocks: Tensor | None  # blocks to read keys from; None: the chunk sees itself only
+    first_key: int  # of what `past_blocks` hold, the keys to use
+    end_key: int
+    mask_TX: Tensor | None  # [T, keys] 0 or -inf; None: every key is seen, or causally
+    is_causal: bool
+
+
+class Transformer:
+    """Computes with one worker's weights on its KV pool; owns neither.
+
+    `angle_tables` are `RopeSpec.angle_tables` for every position a request can reach.
+    `pool_NLCKSD` has the weights' dtype. Called by one thread.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        angle_tables: tuple[Tensor, Tensor],
+        pool_NLCKSD: Tensor,
+    ) -> None:
+        assert pool_NLCKSD.dtype == weights.embedding.dtype, "KV is kept in the compute dtype"
+        self._spec = spec
+        self._weights = weights
+        self._pool_NLCKSD = pool_NLCKSD
+        self._block_size = pool_NLCKSD.shape[4]
+        self._cos_XR, self._sin_XR = angle_tables
+
+    @torch.inference_mode()
+    def run_chunk(
+        self,
+        token_ids: Sequence[int],
+        *,
+        start: int,
+        block_ids: Sequence[BlockId],
+        with_logits: bool,
+        after_layer: Callable[[int, Sequence[BlockId]], None] | None = None,
+    ) -> Tensor | None:
+        """Run positions [start, start + len(token_ids)) of one request.
+
+        `block_ids` are the request's blocks in order: the chunk's KV is written there, and the
+        KV of [0, start) must be there. `after_layer(layer, blocks)` is called once the chunk's KV
+        of that layer is in those blocks. Returns the last position's logits [V] in float32, or
+        None when they are not wanted.
+        """
+        end = start + len(token_ids)
+        chunk = self._plan_chunk(start, end, block_ids)
+        written = block_ids[start // self._block_size : -(-end // self._block_size)]
+        hidden_TE = F.embedding(torch.tensor(token_ids), self._weights.embedding)
+        for number, layer in enumerate(self._weights.layers):
+            self._add_attention_(hidden_TE, number, layer, chunk)
+            if after_layer is not None:
+                after_layer(number, written)
+            self._add_mlp_(hidden_TE, layer)
+        if not with_logits:
+            return None
+        # One position only: the vocabulary's projection costs as much as several layers.
+        last_E = self._norm(hidden_TE[-1], self._weights.final_norm)
+        return F.linear(last_E, self._weights.lm_head).float()
+
+    def _plan_chunk(self, start: int, end: int, block_ids: Sequence[BlockId]) -> _Chunk:
+        """Work out once what is the same for every layer."""
+        size, window = self._block_size, self._spec.sliding_window
+        positions_T = torch.arange(start, end)
+        dtype = self._pool_NLCKSD.dtype
+        table = torch.tensor(block_ids[: -(-end // size)])
+        lowest = 0 if window is None else max(0, start - window + 1)
+        first_block = lowest // size
+        is_first_chunk = start == 0
+        mask_TX = None
+        fits_window = window is None or end <= window
+        if end - start > 1 and not (is_first_chunk and fits_window):
+            keys_X = torch.arange(lowest, end)
+            is_hidden = keys_X > positions_T[:, None]
+            if window is not None:
+                is_hidden |= keys_X <= positions_T[:, None] - window
+            # Additive: a boolean one would be converted again in every layer.
+            mask_TX = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, -torch.inf)
+        return _Chunk(
+            cos_TR=self._cos_XR[start:end].to(dtype),
+            sin_TR=self._sin_XR[start:end].to(dtype),
+            block_T=table[positions_T // size],
+            slot_T=positions_T % size,
+            past_blocks=None if is_first_chunk else table[first_block:],
+            first_key=lowest - first_block * size,
+            end_key=end - first_block * size,
+            mask_TX=mask_TX,
+            is_causal=is_first_chunk and mask_TX is None,
+        )
+
+    def _add_attention_(
+        self, hidden_TE: Tensor, number: int, layer: LayerWeights, chunk: _Chunk
+    ) -> None:
+        """Write the chunk's KV of this layer into the pool, attend, add to `hidden_TE`."""
+        spec = self._spec
+        normed_TE = self._norm(hidden_TE, layer.input_norm)
+        qkv_TXD = F.linear(normed_TE, layer.qkv, layer.qkv_bias).view(
+            len(normed_TE), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim
+        )
+        query_THD = qkv_TXD[:, : spec.num_heads]
+        kv_TCKD = qkv_TXD[:, spec.num_heads :].view(-1, 2, spec.num_kv_heads, spec.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query_THD.copy_(self._norm(query_THD, layer.q_norm))
+            kv_TCKD[:, 0].copy_(self._norm(kv_TCKD[:, 0], layer.k_norm))
+        rotate_(qkv_TXD[:, : spec.num_heads + spec.num_kv_heads], chunk.cos_TR, chunk.sin_TR)
+
+        pool_NCKSD = self._pool_NLCKSD[:, number]
+        pool_NCKSD.permute(0, 3, 1, 2, 4)[chunk.block_T, chunk.slot_T] = kv_TCKD
+        if chunk.past_blocks is None:
+            kv_CKTD = kv_TCKD.permute(1, 2, 0, 3)
+        else:
+            # One copy: the blocks' positions become contiguous for each head.
+            kv_CKNSD = pool_NCKSD.permute(1, 2, 0, 3, 4).index_select(2, chunk.past_blocks)
+            kv_CKTD = kv_CKNSD.flatten(2, 3)[:, :, chunk.first_key : chunk.end_key]
+        attended_HTD = F.scaled_dot_product_attention(
+            query_THD.transpose(0, 1)[None],
+            kv_CKTD[None, 0],
+            kv_CKTD[None, 1],
+            attn_mask=chunk.mask_TX,
+            is_causal=chunk.is_causal,
+            enable_gqa=True,
+        )[0]
+        _add_product_(hidden_TE, attended_HTD.transpose(0, 1).flatten(1), layer.out, layer.out_bias)
+
+    def _add_mlp_(self, hidden_TE: Tensor, layer: LayerWeights) -> None:
+        normed_TE = self._norm(hidden_TE, layer.post_norm)
+        gate, up = F.linear(normed_TE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        _add_product_(hidden_TE, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._spec.rms_eps)
+
+
+def _add_product_(hidden_TE: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
+    """hidden += x @ matrix.T + bias, without a temporary of its size."""
+    hidden_TE.addmm_(x, matrix.t())
+    if bias is not None:
+        hidden_TE.add_(bias)

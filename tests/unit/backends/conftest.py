@@ -1,0 +1,21 @@
+from pathlib import Path
+
+import pytest
+
+from neuron_di.testing import write_random_checkpoint
+
+
+@pytest.fixture(scope="session", params=["llama", "mistral", "qwen2", "qwen3"])
+def family_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint of each family in turn. Do not change it."""
+    folder = tmp_path_factory.mktemp("checkpoints") / request.param
+    write_random_checkpoint(folder, request.param)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tiny checkpoint. Do not change it."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "llama"
+    write_random_checkpoint(folder, "llama")
+    return folder
