@@ -1,0 +1,245 @@
+"""The Quart application: OpenAI's endpoints, and what an operator asks for.
+
+A request goes: `openai_request` reads it, `admission` takes it, `route` picks workers, `launch`
+runs both legs, `openai_response` writes the answer.
+
+Next: proxy/neuron_di_proxy/openai_request.py
+"""
+
+import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from hypercorn.typing import ASGISendCallable
+from quart import Quart, Request, Response
+from quart import request as current_request
+from quart.asgi import ASGIHTTPConnection
+from werkzeug.exceptions import HTTPException
+
+from neuron_di.clock import unix_s
+from neuron_di.errors import BadRequest, ClientError, NeuronDiError
+from neuron_di.obs import get_logger
+from neuron_di.types import RequestId
+from neuron_di.wire import Failed
+from neuron_di_proxy.admission import Admission
+from neuron_di_proxy.answer import Answering
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.failure import RETRY_AFTER_S, error_body, failure_of
+from neuron_di_proxy.launch import run_request
+from neuron_di_proxy.openai_request import ClientRequest, read_chat, read_completion
+from neuron_di_proxy.openai_response import answer_to
+from neuron_di_proxy.receipts import ReceiptStore, RequestRecord
+from neuron_di_proxy.route import Directory, Pair, Route, Router
+from neuron_di_proxy.status import report_status
+from neuron_di_proxy.worker_client import WorkerClient
+
+ATTEMPT = 0  # a request is tried once
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # printable, and safe in a header and a log
+
+_log = get_logger(__name__)
+
+
+class ReceiptNotFound(ClientError):
+    """Raised when no receipt is kept under an id."""
+
+    http_status = 404
+    code = "receipt_not_found"
+
+
+class ProxyRequest(Request):
+    """An HTTP request with what must be undone when it ends, however it ends.
+
+    `request_id` is ours and unique. The client's own id is only ever echoed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cleanup = AsyncExitStack()
+        self.request_id = RequestId(uuid4().hex)
+        self.echoed_id = self.headers.get("X-Request-Id", self.request_id)
+
+
+class ProxyConnection(ASGIHTTPConnection):
+    """Runs a request's clean-up in the task that runs the request.
+
+    A client that leaves cancels that task at any await, also between the handler and the
+    first byte of a stream, where a generator's own `finally` would not run.
+    """
+
+    async def handle_request(self, request: Request, send: ASGISendCallable) -> None:
+        assert isinstance(request, ProxyRequest), "the app makes its requests of this class"
+        async with request.cleanup:
+            await super().handle_request(request, send)
+
+
+class Proxy(Quart):
+    """The application. Before it is stopped: `drain`, wait for `admission`, `abandon_running`."""
+
+    asgi_http_class = ProxyConnection
+    request_class = ProxyRequest
+
+    def __init__(self, config: ProxyConfig, directory: Directory) -> None:
+        super().__init__(__name__, static_folder=None)
+        self.config["MAX_CONTENT_LENGTH"] = config.body_bytes_max
+        self.config["BODY_TIMEOUT"] = config.body_timeout_s
+        # Legs have the same deadline and start earlier: this one ends clients that do not read.
+        self.config["RESPONSE_TIMEOUT"] = config.request_timeout_s
+        self.admission = Admission(config.requests_max)
+        self._directory = directory
+        self._router = Router(directory)
+        self._receipts = ReceiptStore()
+        self._client = WorkerClient(config)
+        self._started_unix_s = int(unix_s())
+
+        self.while_serving(self._hold_connections)
+        self.before_request(self._check_client_id)
+        self.after_request(self._echo_client_id)
+        self.register_error_handler(Exception, self._answer_error)
+        self._route("POST", "/v1/completions", self.completions)
+        self._route("POST", "/v1/chat/completions", self.chat_completions)
+        self._route("GET", "/v1/models", self.models)
+        self._route("GET", "/v1/receipts/<answer_id>", self.receipt)
+        self._route("GET", "/health", self.health)
+        self._route("GET", "/status", self.status)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on. Running ones go on; `admission` tells of their end."""
+        self.admission.drain()
+
+    async def abandon_running(self) -> None:
+        """Close all connections to workers: what still runs ends as a failure, and says so."""
+        await self._client.close()
+
+    async def completions(self) -> Response:
+        return await self._generate(read_completion)
+
+    async def chat_completions(self) -> Response:
+        return await self._generate(read_chat)
+
+    async def models(self) -> Response:
+        models = [
+            {
+                "id": model,
+                "object": "model",
+                "created": self._started_unix_s,
+                "owned_by": "neuron-di",
+            }
+            for model in self._router.models()
+        ]
+        return _json_response({"object": "list", "data": models})
+
+    async def receipt(self, answer_id: str) -> Response:
+        receipt = self._receipts.get(answer_id)
+        if receipt is None:
+            raise ReceiptNotFound(f"no receipt is kept for {answer_id!r}", param="id")
+        return _json_response(receipt)
+
+    async def health(self) -> Response:
+        reason = self._router.why_unserved()
+        if self.admission.is_draining:
+            reason = "the server is shutting down"
+        if reason is None:
+            return _json_response({"status": "ok"})
+        return _json_response({"status": "unavailable", "reason": reason}, 503)
+
+    async def status(self) -> Response:
+        records = self._directory.workers()
+        return _json_response(await report_status(self.admission, self._client, records))
+
+    async def _generate(self, read: Callable[[bytes], ClientRequest]) -> Response:
+        request = _this_request()
+        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        wanted = read(body)
+        request.cleanup.enter_context(self.admission.admit())
+        route = self._router.pick(wanted.model)
+        record = _record(request.request_id, wanted.model, route)
+        answering = Answering(
+            run_request(self._client, route, wanted, record),
+            answer_to(wanted, record.request_id),
+            record,
+            self._receipts,
+        )
+        request.cleanup.push_async_callback(answering.close)
+        if not wanted.stream:
+            return Response(await answering.whole(), content_type="application/json")
+        return Response(
+            await answering.begin_stream(),
+            content_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+
+    def _route(self, method: str, path: str, handler: Callable[..., Any]) -> None:
+        self.add_url_rule(
+            path, view_func=handler, methods=[method], provide_automatic_options=False
+        )
+
+    async def _hold_connections(self) -> AsyncGenerator[None, None]:
+        async with self._client:
+            yield
+
+    async def _check_client_id(self) -> None:
+        request = _this_request()
+        if _CLIENT_ID.fullmatch(request.echoed_id) is None:
+            request.echoed_id = request.request_id
+            raise BadRequest(
+                "X-Request-Id may have 1 to 128 letters, digits and ._:/+=@-", param="X-Request-Id"
+            )
+
+    async def _echo_client_id(self, response: Response) -> Response:
+        request = _this_request()
+        response.headers["X-Request-Id"] = request.echoed_id
+        return response
+
+    async def _answer_error(self, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            failed = _http_failure(error)
+        else:
+            failed = failure_of(error)
+            if not isinstance(error, NeuronDiError):
+                _log.exception("internal_error", request=_this_request().request_id)
+        response = Response(
+            error_body(failed), status=failed.http_status, content_type="application/json"
+        )
+        if failed.http_status in (429, 503):
+            response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        return response
+
+
+def create_app(config: ProxyConfig, directory: Directory) -> Proxy:
+    """Make the application. It connects to workers only while it is served."""
+    return Proxy(config, directory)
+
+
+def _this_request() -> ProxyRequest:
+    """The request that the running task serves."""
+    assert isinstance(current_request, ProxyRequest), "the app makes its requests of this class"
+    return current_request
+
+
+def _json_response(document: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(document), status=status, content_type="application/json")
+
+
+def _http_failure(error: HTTPException) -> Failed:
+    """What the web framework refuses: unknown paths, wrong methods, bodies too large or slow."""
+    return Failed(
+        code=error.name.lower().replace(" ", "_"),
+        message=error.description or error.name,
+        http_status=error.code or 500,
+        retryable=False,
+    )
+
+
+def _record(request_id: RequestId, model: str, route: Route) -> RequestRecord:
+    pair = route if isinstance(route, Pair) else Pair(route.worker, route.worker)
+    return RequestRecord(
+        request_id=request_id,
+        attempt=ATTEMPT,
+        model=model,
+        prefill_worker=pair.prefill.worker_id,
+        decode_worker=pair.decode.worker_id,
+    )

@@ -1,0 +1,64 @@
+"""Workers that do not announce themselves: their addresses are given, their records asked for."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from neuron_di.errors import RemoteProtocolError
+from neuron_di.obs import get_logger
+from neuron_di.wire import WorkerRecord, status_decoder
+
+_log = get_logger(__name__)
+
+ASK_INTERVAL_S = 1.0
+ASK_TIMEOUT_S = 1.0
+
+
+class StaticDirectory:
+    """Asks each worker for its record, again and again, while entered.
+
+    A worker that does not answer is not there; one that restarted has a fresh record.
+    """
+
+    def __init__(self, urls: tuple[str, ...]) -> None:
+        self._urls = urls
+        self._workers: dict[str, WorkerRecord] = {}
+
+    def workers(self) -> tuple[WorkerRecord, ...]:
+        """Every worker that answered last time, in the order of the addresses."""
+        return tuple(self._workers[url] for url in self._urls if url in self._workers)
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+        self._session = aiohttp.ClientSession(timeout=timeout)
+        self._task = asyncio.create_task(self._ask_all())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self._session.close()
+        if not self._task.cancelled():
+            self._task.result()  # it had failed, which is our own bug: show it
+
+    async def _ask_all(self) -> None:
+        while True:
+            await asyncio.gather(*(self._ask(url) for url in self._urls))
+            await asyncio.sleep(ASK_INTERVAL_S)
+
+    async def _ask(self, url: str) -> None:
+        try:
+            async with self._session.get(f"{url}/status") as response:
+                record = status_decoder.decode(await response.read()).record
+        except (aiohttp.ClientError, TimeoutError, RemoteProtocolError) as error:
+            if self._workers.pop(url, None) is not None:
+                _log.warning("worker_lost", url=url, reason=type(error).__name__)
+        else:
+            self._workers[url] = record

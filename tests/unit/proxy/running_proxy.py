@@ -1,0 +1,67 @@
+"""The proxy as its clients meet it: served by hypercorn on a free port."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Self
+
+import aiohttp
+import openai
+
+from neuron_di.wire import WorkerRecord
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.server import bind, serve
+
+
+class ListDirectory:
+    """A directory that is exactly what a test says."""
+
+    def __init__(self, records: list[WorkerRecord]) -> None:
+        self.records = records
+
+    def workers(self) -> tuple[WorkerRecord, ...]:
+        return tuple(self.records)
+
+
+class RunningProxy:
+    """The proxy, served by hypercorn on a free port."""
+
+    def __init__(self, config: ProxyConfig, records: list[WorkerRecord]) -> None:
+        self.directory = ListDirectory(records)
+        self.shutdown = asyncio.Event()
+        sock = bind(replace(config, port=0))
+        self.address: tuple[str, int] = sock.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self.task = asyncio.create_task(serve(config, self.directory, sock, self.shutdown))
+
+    async def __aenter__(self) -> Self:
+        self.http = aiohttp.ClientSession(self.url)
+        self.openai = openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=30
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.openai.close()
+        await self.http.close()
+        self.shutdown.set()
+        await self.task
+
+    async def post(self, path: str, **fields: object) -> tuple[int, dict]:
+        async with self.http.post(path, json=fields) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, dict]:
+        async with self.http.get(path) as response:
+            return response.status, await response.json()
+
+    async def num_running(self) -> int:
+        """Requests that hold a place at this moment."""
+        return (await self.get("/status"))[1]["proxy"]["num_running"]
+
+
+async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    """What follows `data: ` in each SSE event."""
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            yield line.decode().removeprefix("data: ").strip()
