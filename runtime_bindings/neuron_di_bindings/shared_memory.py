@@ -1,0 +1,66 @@
+"""Memory that two processes of one host can map: an anonymous file (Linux memfd).
+
+It has no name in any file system, so a killed process leaves nothing behind. A process of
+the same user maps it through the owner's descriptor table, /proc/PID/fd/FD, read-only. Its
+size is sealed: a reader of pages that the owner cut off would be killed by SIGBUS.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module of Python 3.11
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def create_segment(label: str, size_bytes: int) -> tuple[int, mmap.mmap]:
+    """A zeroed segment of this size, every page present: (descriptor, writable map).
+
+    The caller owns both. Pages are touched now because a first touch costs several times
+    a copy; OSError when the memory is not there.
+    """
+    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        view = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        _populate(view)
+    except (OSError, ValueError, OverflowError):
+        os.close(fd)
+        raise
+    return fd, view
+
+
+def _populate(view: mmap.mmap) -> None:
+    try:
+        view.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the memory is not there: touching it would kill us
+            raise
+        for offset in range(0, len(view), mmap.PAGESIZE):  # an older kernel
+            view[offset] = 0
+
+
+def open_peer_segment(pid: int, fd: int, size_bytes: int) -> mmap.mmap:
+    """Map another process's segment read-only. The caller owns the map.
+
+    OSError when the process or descriptor is gone, is not this user's, or is not a memfd sealed
+    at exactly this size: a peer's numbers must not make us open anything else.
+    """
+    if pid <= 0 or fd < 0 or size_bytes <= 0:
+        raise OSError(f"not a segment: pid {pid}, descriptor {fd}, {size_bytes} bytes")
+    path = f"/proc/{pid}/fd/{fd}"
+    if not os.readlink(path).startswith("/memfd:"):
+        raise OSError(f"descriptor {fd} of process {pid} is not shared memory")
+    local_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(local_fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
+            raise OSError(f"segment of process {pid} has {found.st_size} bytes, not {size_bytes}")
+        if not fcntl.fcntl(local_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError(f"segment of process {pid} may shrink")
+        return mmap.mmap(local_fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(local_fd)
