@@ -31,7 +31,7 @@ class EngineOptions:
     num_blocks: int | None = option(
         "KV blocks in a worker's pool; none computes it from --kv-memory", default=None, at_least=1
     )
-    kv_memory: ByteSize | None = option(  # noqa: RUF009
+    kv_memory: ByteSize | None = option(
         "memory for a worker's KV pool, such as 2GiB; none computes it from the batch and context",
         default=None,
         at_least=1,
@@ -139,7 +139,7 @@ class WorkerOptions:
     """One worker."""
 
     model: str = _model()
-    role: Role = option("what the worker does")  # noqa: RUF009
+    role: Role = option("what the worker does")
     worker_id: str | None = option(
         "its name, unique among the workers; none makes one up", default=None
     )
@@ -159,9 +159,9 @@ class WorkerOptions:
         form="tcp://HOST:PORT",
     )
     static_peer: str | None = option(
-        "signal address of a decode worker's one prefill worker; none learns it per request",
+        "the only partner of this worker: for decode the signal address HOST:PORT of a prefill "
+        "worker, for prefill the id of a decode worker; none takes those that requests name",
         default=None,
-        form="HOST:PORT",
     )
     kv_lease_s: float = _kv_lease_s()
     connect_timeout_s: float = option(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from neuron_di.errors import ConfigError, PeerGone, StaleIncarnation
 from neuron_di.kv.layout import KvLayout
 from neuron_di.types import BlockId, Incarnation
-from neuron_di.wire import KvLayoutFields, ShmRegion
+from neuron_di.wire import ShmRegion
 from neuron_di_bindings import shared_memory
 
 if TYPE_CHECKING:
@@ -98,13 +98,6 @@ class KvPool:
             fd=self._fd,
             incarnation=self.incarnation,
             num_blocks=self.num_blocks,
-            layout=KvLayoutFields(
-                num_layers=self.layout.num_layers,
-                num_kv_heads=self.layout.num_kv_heads,
-                head_dim=self.layout.head_dim,
-                block_size=self.layout.block_size,
-                dtype=self.layout.dtype,
-            ),
         )
 
     def close(self) -> None:

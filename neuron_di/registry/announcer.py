@@ -15,6 +15,7 @@ from neuron_di.wire import WorkerRecord, encode_json
 _log = get_logger(__name__)
 
 ANNOUNCE_TTL_S = 10.0
+_WITHDRAW_TIMEOUT_S = 0.3  # a registry that ended before us must not hold up our own end
 _BACKOFF_S_MIN = 0.1
 _BACKOFF_S_MAX = 2.0
 
@@ -58,8 +59,9 @@ class Announcer:
         self._task.cancel()
         await asyncio.wait([self._task])
         if self._lease is not None:
-            with contextlib.suppress(PeerError):  # then the lease ends by itself
-                await self._registry.revoke(self._lease)
+            with contextlib.suppress(PeerError, TimeoutError):  # then the lease ends by itself
+                async with asyncio.timeout(_WITHDRAW_TIMEOUT_S):
+                    await self._registry.revoke(self._lease)
         if not self._task.cancelled():
             self._task.result()  # it had failed, which is our own bug: show it
 

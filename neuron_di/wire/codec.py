@@ -1,16 +1,20 @@
 """Bytes to typed messages and back: msgspec only, a declared type and a size limit each time."""
 
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from neuron_di.errors import RemoteProtocolError
+from neuron_di.types import RequestId
 
 T = TypeVar("T")
 
 SIGNAL_BYTES_MAX = 8 << 20  # one message on the signal link, Ready of a million tokens included
 LEG_BYTES_MAX = 16 << 20  # one leg's HTTP body: the client's own body limit
 EVENT_BYTES_MAX = 1 << 20  # one line of a leg's answer
+
+# A request's id as it arrives. Workers remember many, so that none may be large.
+BoundedRequestId = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=128)]
 
 
 class Decoder(Generic[T]):

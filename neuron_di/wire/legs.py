@@ -16,8 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from neuron_di.types import FinishReason, Incarnation, RequestId, WorkerId
-from neuron_di.wire.codec import EVENT_BYTES_MAX, LEG_BYTES_MAX, Decoder
+from neuron_di.types import FinishReason, Incarnation, WorkerId
+from neuron_di.wire.codec import EVENT_BYTES_MAX, LEG_BYTES_MAX, BoundedRequestId, Decoder
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,7 +57,7 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True):
     """Compute a prompt's KV and the first token. The prompt is the client's own JSON, unread."""
 
-    request_id: RequestId
+    request_id: BoundedRequestId
     attempt: int
     endpoint: Literal["chat", "completions"]
     prompt: msgspec.Raw  # chat: the `messages` array; completions: a string or a list of ids
@@ -67,7 +67,7 @@ class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True):
 class DecodeLeg(msgspec.Struct, frozen=True, kw_only=True):
     """Continue a request whose prompt is being prefilled by `prefill`."""
 
-    request_id: RequestId
+    request_id: BoundedRequestId
     attempt: int
     sampling: SamplingParams
     prefill: PeerAddress

@@ -20,22 +20,14 @@
 cannot be decoded is answered with Malformed and changes nothing else.
 """
 
+from typing import Annotated
+
 import msgspec
 
-from neuron_di.types import Incarnation, RequestId, WorkerId
-from neuron_di.wire.codec import SIGNAL_BYTES_MAX, Decoder
+from neuron_di.types import Incarnation, WorkerId
+from neuron_di.wire.codec import SIGNAL_BYTES_MAX, BoundedRequestId, Decoder
 
 SIGNAL_VERSION = 1
-
-
-class KvLayoutFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The geometry two pools must share. Mirrors `kv.KvLayout`, which computes the digest."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int  # token positions
-    dtype: str
 
 
 class ShmRegion(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):
@@ -45,7 +37,6 @@ class ShmRegion(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):
     fd: int
     incarnation: Incarnation  # also stands in the segment's header: a reused pid is noticed
     num_blocks: int
-    layout: KvLayoutFields
 
 
 # One member per kind of transfer engine.
@@ -82,17 +73,17 @@ class KvMap(msgspec.Struct, frozen=True, kw_only=True, tag="kv_map"):
 
 
 class LookupAll(msgspec.Struct, frozen=True, kw_only=True, tag="lookup_all"):
-    request_id: RequestId
+    request_id: BoundedRequestId
     attempt: int
 
 
 class NotYet(msgspec.Struct, frozen=True, kw_only=True, tag="not_yet"):
-    request_id: RequestId
+    request_id: BoundedRequestId
     attempt: int
 
 
 class Never(msgspec.Struct, frozen=True, kw_only=True, tag="never"):
-    request_id: RequestId
+    request_id: BoundedRequestId
     attempt: int
     reason: str
 
@@ -100,7 +91,7 @@ class Never(msgspec.Struct, frozen=True, kw_only=True, tag="never"):
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Everything the decode worker needs to continue: it never re-tokenises or re-samples."""
 
-    request_id: RequestId
+    request_id: BoundedRequestId
     attempt: int
     prompt_ids: list[int]
     first_token: int
@@ -113,22 +104,22 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True, tag="pull"):
-    request_id: RequestId
+    request_id: BoundedRequestId
     attempt: int
     block_ids: list[int]  # destination blocks, in the decode worker's pool
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    request_id: RequestId
+    request_id: BoundedRequestId
     attempt: int
-    kv_bytes: int
-    transfer_s: float
+    kv_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    transfer_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]  # no NaN: it is passed on as JSON
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
-    request_id: RequestId
+    request_id: BoundedRequestId
     attempt: int
-    reason: str
+    reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):

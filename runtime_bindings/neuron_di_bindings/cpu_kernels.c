@@ -186,7 +186,8 @@ void decode_step(const Decoder *decoder, const Step *step) {
     run(decoder, step, &buffers, (Share){0, 1});
 }
 
-/* Copies block src_ids[i] of `src` to block dst_ids[i] of `dst`; a run of neighbours at once. */
+/* Copies block src_ids[i] of `src` to block dst_ids[i] of `dst`; a run of neighbours at once.
+ * What the caller reads afterwards is read after the last byte: it then checks the blocks' owner. */
 void copy_blocks(char *dst, const char *src, const int32_t *dst_ids, const int32_t *src_ids,
                  int64_t count, int64_t block_bytes) {
     for (int64_t i = 0, end; i < count; i = end) {
@@ -195,4 +196,5 @@ void copy_blocks(char *dst, const char *src, const int32_t *dst_ids, const int32
         memcpy(dst + dst_ids[i] * block_bytes, src + src_ids[i] * block_bytes,
                (end - i) * block_bytes);
     }
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
 }

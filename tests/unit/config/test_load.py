@@ -191,7 +191,7 @@ def test_wrong_environment(environ, expected):
         (["--registry", "127.0.0.1:5"], "registry"),
         (["--registry", "tcp://*:5"], "registry"),
         (["--registry", "tcp://127.0.0.1:70000"], "registry"),
-        (["--static-peer", "host"], "static_peer"),
+        (["--registry", "host"], "registry"),
         (["--role", "router"], "role"),
         (["--port=-1"], "port"),
         (["--model-name="], "model_name"),

@@ -1,0 +1,100 @@
+"""The `neuron-di` command. Exit codes: 0 fine, 1 failed while running, 2 could not start."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from neuron_di import __version__
+from neuron_di.config import (
+    FlagParser,
+    ProxyOptions,
+    ServeOptions,
+    WorkerOptions,
+    add_flags,
+    load_options,
+)
+from neuron_di.errors import ConfigError, NeuronDiError
+from neuron_di.obs import LaunchReport, say, setup_logging
+
+_DESCRIPTION = (
+    "A disaggregated LLM server: prompts are computed by prefill workers, answers by decode "
+    "workers, and a proxy speaks the OpenAI API to clients."
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command. Returns the exit code; errors are one line on standard error."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except NeuronDiError as error:
+        print(f"neuron-di: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    parser = FlagParser(prog="neuron-di", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"neuron-di {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=FlagParser
+    )
+    for name, (options_class, _, summary) in _COMMANDS.items():
+        add_flags(commands.add_parser(name, help=summary, description=summary), options_class)
+    status = commands.add_parser("status", help=_STATUS_SUMMARY, description=_STATUS_SUMMARY)
+    status.add_argument("--url", default="http://127.0.0.1:8000", help="the proxy's address")
+    status.add_argument("--json", action="store_true", help="print the answer as JSON")
+    flags = parser.parse_args(arguments)
+    if flags.command == "status":
+        from neuron_di.status import show_status
+
+        return show_status(flags.url, as_json=flags.json)
+    options_class, run, _ = _COMMANDS[flags.command]
+    return run(load_options(options_class, flags, os.environ, flags.config))
+
+
+def _serve(options: ServeOptions) -> int:
+    from neuron_di.serve_terminal import serve_until_stopped
+
+    setup_logging("serve", options.log.log_level, options.log.log_format)
+    return asyncio.run(serve_until_stopped(options))
+
+
+def _proxy(options: ProxyOptions) -> int:
+    from neuron_di_proxy.process import run_proxy
+
+    return _child(options, "proxy", lambda: run_proxy(options))
+
+
+def _worker(options: WorkerOptions) -> int:
+    from neuron_di.worker import run_worker
+
+    return _child(options, options.worker_id or options.role, lambda: run_worker(options))
+
+
+def _child(options: ProxyOptions | WorkerOptions, name: str, run: Callable[[], None]) -> int:
+    """Run a process that may be a child of `serve`: tied to it, and heard by it if it fails."""
+    setup_logging(name, options.log.log_level, options.log.log_format)
+    if options.parent_pid is None:
+        run()
+        return 0
+    from neuron_di_bindings.process import end_with_parent
+
+    end_with_parent(options.parent_pid)
+    try:
+        run()
+    except NeuronDiError as error:
+        say(LaunchReport(event="failed", message=error.message))
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+_STATUS_SUMMARY = "show which workers are there and what they do"
+
+_COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {
+    "serve": (ServeOptions, _serve, "serve a model on this machine: a proxy and its workers"),
+    "proxy": (ProxyOptions, _proxy, "run the proxy alone"),
+    "worker": (WorkerOptions, _worker, "run one worker alone"),
+}

@@ -1,0 +1,293 @@
+"""The loop of every worker: `step()` is schedule -> run -> postprocess.
+
+One thread owns the scheduler, the backend and every request. Others talk to it through
+`submit`, `cancel` and `release`, which only append to an inbox; it answers through one sink
+call per step. It never waits for a peer, a socket or a transfer.
+
+Next: neuron_di/transfer/send_buffer.py
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from neuron_di.backends import Backend
+from neuron_di.clock import now_s
+from neuron_di.core import (
+    CompletionToken,
+    DecodeBatch,
+    DecodeScheduler,
+    PrefillChunk,
+    PrefillScheduler,
+    Scheduler,
+    StepPlan,
+)
+from neuron_di.engine.events import (
+    Broken,
+    Emitted,
+    Ended,
+    EngineEvent,
+    Key,
+    PrefillParked,
+    Timing,
+)
+from neuron_di.engine.sampler import SampledToken, describe_logprobs, sample
+from neuron_di.errors import LocalProtocolError, NeuronDiError
+from neuron_di.obs import get_logger
+from neuron_di.request import Finish, Request, RequestStatus, Tokenizer, accept_token
+from neuron_di.types import FinishReason
+from neuron_di.wire import Token
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = get_logger(__name__)
+
+# Asks the transfer side to fill an admitted request's blocks. Must return at once.
+StartTransfer = Callable[[Request], CompletionToken]
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    timing: Timing = field(default_factory=Timing)
+    since_s: float = field(default_factory=now_s)  # when the current phase began
+
+
+class Engine:
+    """Runs one model for one worker, whatever its role: the scheduler makes the difference.
+
+    `sink` gets the events of a step, in order, and `on_failure` is called once should a bug of
+    ours end the engine: both on the engine's thread, where they must not block.
+    `start_transfer` is needed with a DecodeScheduler only.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        eos_token_ids: tuple[int, ...],
+        *,
+        sink: Callable[[list[EngineEvent]], None],
+        on_failure: Callable[[], None] = lambda: None,
+        start_transfer: StartTransfer | None = None,
+    ) -> None:
+        self._backend = backend
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._sink = sink
+        self._on_failure = on_failure
+        self._start_transfer = start_transfer
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._live: dict[Key, _Live] = {}
+        self._events: list[EngineEvent] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._is_stopping = False
+        self._has_worked = False  # in the last turn of the loop
+        self.num_steps = 0
+        self.has_failed = False  # by a bug of ours: from then on every request is refused
+
+    # What other threads may call.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the current step. Requests that are left end as cancelled. Blocks."""
+        self._inbox.put(self._stop)
+        self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Take ownership of a request. Its events follow, the last one Ended or Broken."""
+        self._inbox.put(lambda: self._add(request))
+
+    def cancel(self, key: Key, reason: FinishReason = "cancelled") -> None:
+        """End a request wherever it is, without an event. Unknown and ended ones are ignored."""
+        self._inbox.put(lambda: self._cancel(key, reason))
+
+    def release(self, key: Key) -> None:
+        """Prefill: the decode worker has this parked request's KV; its blocks are free again."""
+        self._inbox.put(lambda: self._release(key))
+
+    def wake(self) -> None:
+        """Look again: a transfer's token changed. Whoever completes a token calls this."""
+        self._inbox.put(None)
+
+    # The loop. Everything below runs on the engine's thread.
+
+    def step(self) -> bool:
+        """Compute one plan. False when there was nothing to compute."""
+        plan = self._schedule()
+        if plan is None:
+            return False
+        logits = self._compute(plan)
+        if logits is not None:
+            self._postprocess(plan, logits)
+        self.num_steps += 1
+        return True
+
+    def _schedule(self) -> StepPlan | None:
+        scheduler = self._scheduler
+        if isinstance(scheduler, DecodeScheduler):
+            for request, error in scheduler.failed_transfers():  # their slots are free at once
+                self._break(request, error)
+        plan = scheduler.schedule()
+        if isinstance(scheduler, DecodeScheduler):
+            self._start_transfers(scheduler)
+        if isinstance(plan, PrefillChunk) and plan.start == 0:
+            live = self._live[plan.request.key]
+            live.timing.queued_s, live.since_s = now_s() - live.since_s, now_s()
+        return plan
+
+    def _compute(self, plan: StepPlan) -> "Tensor | None":
+        """Run the plan. Logits of the requests that get a token now; None when nobody does."""
+        try:
+            if isinstance(plan, PrefillChunk):
+                last = self._backend.prefill(plan)
+                logits = None if last is None else last.unsqueeze(0)
+            else:
+                logits = self._backend.decode(plan)
+        except Exception as error:  # one bad step must not end the other requests
+            for request in _requests_of(plan):
+                self._fail(request, error)
+            return None
+        plan.mark_computed()
+        return logits
+
+    def _postprocess(self, plan: StepPlan, logits_BV: "Tensor") -> None:
+        for row, request in enumerate(_requests_of(plan)):
+            try:
+                (token,) = sample(logits_BV[row : row + 1], (request,), self._eos_token_ids)
+                self._append(request, token)
+            except Exception as error:  # such as a row without usable logits
+                self._fail(request, error)
+            if isinstance(plan, PrefillChunk) and request.status is RequestStatus.RUNNING:
+                live = self._live[request.key]
+                live.timing.prefill_s, live.since_s = now_s() - live.since_s, now_s()
+                if isinstance(self._scheduler, PrefillScheduler):
+                    self._scheduler.park(request)
+                    self._events.append(PrefillParked(request.key, request, live.timing))
+
+    def _append(self, request: Request, sampled: SampledToken) -> None:
+        """Give the request its next token, and end it if that was the last."""
+        index = len(request.generated)
+        outcome = accept_token(request, sampled.token_id, self._eos_token_ids)
+        logprobs = describe_logprobs(self._tokenizer, sampled)
+        token = Token(index=index, token_id=sampled.token_id, text=outcome.text, logprobs=logprobs)
+        self._events.append(Emitted(request.key, token))
+        if outcome.finish is not None:
+            self._end(request, outcome.finish)
+
+    def _end(self, request: Request, finish: Finish) -> None:
+        live = self._live[request.key]
+        phase_s = now_s() - live.since_s
+        if len(request.generated) == 1:
+            live.timing.prefill_s = phase_s
+        else:
+            live.timing.decode_s = phase_s
+        self._finish(request, finish.reason)
+        self._events.append(
+            Ended(
+                request.key,
+                finish.reason,
+                finish.stop,
+                finish.text,
+                request.num_prompt,
+                len(request.generated),
+                live.timing,
+            )
+        )
+
+    def _start_transfers(self, scheduler: DecodeScheduler) -> None:
+        assert self._start_transfer is not None
+        for request in scheduler.transfers_to_start():
+            live = self._live[request.key]
+            live.timing.queued_s, live.since_s = now_s() - live.since_s, now_s()
+            scheduler.transfer_started(request, self._start_transfer(request))
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """The one place where a request ends: its blocks are marked, then given back."""
+        self._backend.quiesce(request.block_ids)
+        self._backend.pool.retire(request.block_ids)
+        self._scheduler.finish(request, reason)
+        del self._live[request.key]
+
+    def _break(self, request: Request, error: NeuronDiError) -> None:
+        self._finish(request, "error")
+        self._events.append(Broken(request.key, error))
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        _log.exception("step_failed", request=request.request_id)
+        self._break(request, LocalProtocolError(f"the step failed: {type(error).__name__}"))
+
+    def _add(self, request: Request) -> None:
+        try:
+            if self.has_failed:
+                raise LocalProtocolError("this worker's engine has failed")
+            if request.key in self._live:
+                raise LocalProtocolError(f"{request!r} is here already")
+            self._scheduler.add(request)
+        except NeuronDiError as refusal:
+            self._events.append(Broken(request.key, refusal))
+        else:
+            self._live[request.key] = _Live(request)
+
+    def _cancel(self, key: Key, reason: FinishReason) -> None:
+        if (live := self._live.get(key)) is not None:
+            self._finish(live.request, reason)
+
+    def _release(self, key: Key) -> None:
+        assert isinstance(self._scheduler, PrefillScheduler)
+        if (live := self._live.pop(key, None)) is not None:
+            self._backend.pool.retire(live.request.block_ids)
+            self._scheduler.release(live.request)
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+        for live in list(self._live.values()):
+            self._finish(live.request, "cancelled")
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                self._turn()
+            except Exception:  # our books are wrong: to compute on could give wrong answers
+                _log.exception("engine_failed")
+                self._give_up()
+            if self._events:
+                events, self._events = self._events, []
+                self._sink(events)
+
+    def _turn(self) -> None:
+        self._read_inbox(block=not self._has_worked)
+        if self.has_failed:
+            return
+        self._has_worked = self.step()
+        if not self._has_worked and self._scheduler.is_idle():
+            self._scheduler.check_integrity()
+
+    def _give_up(self) -> None:
+        """Break every request, and refuse those to come. The pool stays as it is."""
+        self.has_failed, self._has_worked = True, False
+        error = LocalProtocolError("this worker's engine has failed")
+        self._events += [Broken(key, error) for key in self._live]
+        self._live.clear()
+        self._on_failure()
+
+    def _read_inbox(self, *, block: bool) -> None:
+        try:
+            message = self._inbox.get(block=block)
+            while True:
+                if message is not None:
+                    message()
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+
+
+def _requests_of(plan: StepPlan) -> tuple[Request, ...]:
+    return plan.requests if isinstance(plan, DecodeBatch) else (plan.request,)

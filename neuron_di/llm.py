@@ -1,0 +1,126 @@
+"""The whole model in one process, for scripts: `LLM(folder).generate(["Once upon a time"])`.
+
+The same engine as a worker of role "both", without sockets.
+"""
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from neuron_di.config import EngineOptions
+from neuron_di.core import BlockPool, CombinedScheduler
+from neuron_di.engine import Broken, Emitted, Ended, Engine, EngineEvent, Key
+from neuron_di.errors import BadRequest, NeuronDiError
+from neuron_di.request import OutputText, Request, check_sampling, resolve_max_tokens
+from neuron_di.types import FinishReason, RequestId
+from neuron_di.wire import SamplingParams
+from neuron_di.worker import load_model
+
+
+@dataclass(slots=True)
+class Generation:
+    """One prompt's answer. `token_ids` holds every generated id, also of text that was cut."""
+
+    prompt_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def __repr__(self) -> str:
+        return f"Generation({len(self.token_ids)} tokens, finish_reason={self.finish_reason!r})"
+
+
+class LLM:
+    """Owns the model. Close it, or use it in a `with`, to give the memory back.
+
+    `options` are those of `EngineOptions`: dtype, decode_batch, threads, num_blocks, ...
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        limits = EngineOptions(**options)
+        self._model = load_model(model, None, "both", limits)
+        self._waiting_max = limits.waiting_max
+        scheduler = CombinedScheduler(
+            BlockPool(self._model.backend.pool.num_blocks),
+            block_size=limits.block_size,
+            batch_size=limits.decode_batch,
+            chunk_tokens=limits.chunk_tokens,
+            waiting_max=limits.waiting_max,
+        )
+        self._events: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
+        self._engine = Engine(
+            self._model.backend,
+            scheduler,
+            self._model.tokenizer,
+            self._model.eos_token_ids,
+            sink=self._events.put,
+        )
+        self._engine.start()
+        self._num_requests = 0
+
+    def generate(
+        self, prompts: Sequence[str | list[int]], sampling: SamplingParams | None = None
+    ) -> list[Generation]:
+        """Answer prompts, given as text or ids, all with the same parameters, in their order.
+
+        BadRequest when a prompt or a parameter cannot be; nothing is computed then.
+        """
+        requests = [self._request(prompt, sampling or SamplingParams()) for prompt in prompts]
+        answers = {request.key: Generation(request.prompt_ids) for request in requests}
+        for start in range(0, len(requests), self._waiting_max):
+            self._run(requests[start : start + self._waiting_max], answers)
+        return list(answers.values())
+
+    def close(self) -> None:
+        self._engine.stop()
+        self._model.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, requests: list[Request], answers: dict[Key, Generation]) -> None:
+        for request in requests:
+            self._engine.submit(request)
+        num_left = len(requests)
+        broken: NeuronDiError | None = None
+        while num_left:
+            for event in self._events.get():
+                answer = answers[event.key]
+                if isinstance(event, Emitted):
+                    answer.text += event.token.text
+                    answer.token_ids.append(event.token.token_id)
+                elif isinstance(event, Ended):
+                    answer.text += event.text
+                    answer.finish_reason = event.reason
+                    num_left -= 1
+                elif isinstance(event, Broken):
+                    broken = event.error
+                    num_left -= 1
+        if broken is not None:  # raised when all have ended: the next call starts afresh
+            raise broken
+
+    def _request(self, prompt: str | list[int], sampling: SamplingParams) -> Request:
+        tokenizer = self._model.tokenizer
+        num_vocab = self._model.backend.num_vocab
+        check_sampling(sampling, num_vocab)
+        prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not all(0 <= token_id < num_vocab for token_id in prompt_ids):
+            raise BadRequest(f"a token id is outside of 0..{num_vocab - 1}", param="prompt")
+        self._num_requests += 1
+        return Request(
+            RequestId(f"offline-{self._num_requests}"),
+            0,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            max_tokens=resolve_max_tokens(sampling, len(prompt_ids), self._model.context_tokens),
+            output=OutputText(
+                tokenizer,
+                stop=sampling.stop,
+                skip_special_tokens=sampling.skip_special_tokens,
+                min_tokens=sampling.min_tokens,
+            ),
+        )

@@ -1,0 +1,77 @@
+"""`neuron-di status`: the proxy's view of its workers, as a table or as JSON."""
+
+import urllib.error
+import urllib.request
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from neuron_di.errors import PeerGone, RemoteProtocolError
+from neuron_di_proxy.status import StatusReport, WorkerReport
+
+STATUS_TIMEOUT_S = 5.0
+
+
+def show_status(url: str, *, as_json: bool) -> int:
+    """Print who is there. PeerGone when no proxy answers at `url`."""
+    address = f"{url.rstrip('/')}/status"
+    try:
+        if not address.startswith(("http://", "https://")):
+            raise ValueError("the address must start with http:// or https://")
+        with urllib.request.urlopen(address, timeout=STATUS_TIMEOUT_S) as response:  # noqa: S310
+            body: bytes = response.read()
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise PeerGone(f"no proxy answers at {url}: {reason}") from None
+    if as_json:
+        print(msgspec.json.format(body, indent=2).decode())
+        return 0
+    try:
+        report = msgspec.json.decode(body, type=StatusReport)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"{url} is not a neuron-di proxy: {error}") from None
+    _print_table(url, report)
+    return 0
+
+
+def _print_table(url: str, report: StatusReport) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    state = "draining" if report.proxy.is_draining else "serving"
+    console.print(
+        f"proxy {url} pid {report.proxy.pid} {state}, {report.proxy.num_running} requests running, "
+        f"{report.proxy.num_admitted} since start"
+    )
+    if not report.workers:
+        console.print("no worker has announced itself")
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("worker", "role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("pid", "free", "blocks", "waiting", "running", "parked", "receiving"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in report.workers:
+        table.add_row(*_row(worker))
+    console.print(table)
+    for worker in report.workers:
+        if worker.unreachable is not None:
+            console.print(f"{worker.record.worker_id} does not answer: {worker.unreachable}")
+
+
+def _row(worker: WorkerReport) -> list[str]:
+    record, status = worker.record, worker.status
+    if status is None:
+        return [record.worker_id, record.role, "unreachable", str(record.pid)]
+    num_transferring = str(status.num_transferring)
+    return [
+        record.worker_id,
+        record.role,
+        status.record.state,
+        str(record.pid),
+        str(status.num_blocks_free),
+        str(status.num_blocks),
+        str(status.num_waiting),
+        str(status.num_running),
+        num_transferring if record.role == "prefill" else "-",
+        num_transferring if record.role == "decode" else "-",
+    ]

@@ -1,0 +1,8 @@
+"""The worker process: engine, buffers and HTTP front put together."""
+
+from neuron_di.worker.model import LoadedModel, load_model
+from neuron_di.worker.process import run_worker
+from neuron_di.worker.server import make_app
+from neuron_di.worker.worker import Worker
+
+__all__ = ["LoadedModel", "Worker", "load_model", "make_app", "run_worker"]

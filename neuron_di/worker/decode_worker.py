@@ -1,0 +1,139 @@
+"""A decode leg: wait for prefill, pull its KV, then token 1, 2, ... to the end.
+
+Next: neuron_di/transfer/recv_buffer.py
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from neuron_di.clock import Deadline
+from neuron_di.engine import Broken, Emitted, Ended, Engine, Key, StartTransfer
+from neuron_di.errors import KvMissing, RemoteProtocolError
+from neuron_di.kv import KvLayout
+from neuron_di.request import Request, check_sampling, resolve_max_tokens
+from neuron_di.transfer import NeuronConnector, RecvBuffer, TransferToken
+from neuron_di.types import BlockId
+from neuron_di.wire import DecodeLeg, LegEvent, Ready
+from neuron_di.worker.leg_report import LegReport
+from neuron_di.worker.live_legs import LiveLegs
+from neuron_di.worker.prompts import PromptReader
+
+READY_TIMEOUT_S = 600.0  # the proxy's own deadline for a request
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A hand-over from lookup to the last block."""
+
+    buffer: RecvBuffer
+    ready: Ready
+    pulled: TransferToken | None = None
+
+
+class DecodeWorker:
+    """Glues connector and engine together, on the event loop. Owns neither."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[StartTransfer], Engine],
+        connector: NeuronConnector,
+        layout: KvLayout,
+        prompts: PromptReader,
+        legs: LiveLegs,
+        report: LegReport,
+        *,
+        num_vocab: int,
+        context_tokens: int,
+    ) -> None:
+        self._connector = connector
+        self._layout = layout
+        self._prompts = prompts
+        self._legs = legs
+        self._report = report
+        self._num_vocab = num_vocab
+        self._context_tokens = context_tokens
+        self._loop = asyncio.get_running_loop()
+        self._incoming: dict[Key, _Incoming] = {}
+        self.engine = make_engine(self.start_transfer)
+        self.kv_bytes_received = 0
+
+    async def run(self, leg: DecodeLeg) -> AsyncGenerator[LegEvent, None]:
+        """Answer one leg. Leaving it, in whatever way, frees the slot and blocks on both sides."""
+        key = (leg.request_id, leg.attempt)
+        with self._legs.open(key) as queue:
+            buffer = self._connector.maybe_setup_buffer(leg.prefill)
+            ready = await buffer.lookup(*key, Deadline.after(READY_TIMEOUT_S))
+            incoming = self._incoming[key] = _Incoming(buffer, ready)
+            try:
+                self.engine.submit(self._request(leg, ready))
+                while True:
+                    event = await queue.get()
+                    if isinstance(event, Emitted):
+                        yield event.token
+                    elif isinstance(event, Ended):
+                        yield self._finished(event, incoming)
+                        return
+                    elif isinstance(event, Broken):
+                        raise event.error
+            finally:  # both do nothing for a request that is over
+                self.engine.cancel(key)
+                if incoming.pulled is None or not incoming.pulled.is_done():
+                    buffer.abort(*key, reason="the decode leg ended")
+                del self._incoming[key]
+
+    def start_transfer(self, request: Request) -> TransferToken:
+        """The engine admitted a request: pull its KV. Called on the engine's thread."""
+        token = TransferToken()
+        token.on_done(lambda _: self.engine.wake())
+        self._loop.call_soon_threadsafe(self._pull, request.key, list(request.block_ids), token)
+        return token
+
+    def _pull(self, key: Key, block_ids: list[BlockId], token: TransferToken) -> None:
+        incoming = self._incoming.get(key)
+        if incoming is None:
+            token.complete(KvMissing("the leg ended before its transfer"))
+            return
+        # The request holds blocks for its whole answer; the prompt's KV fills the first ones.
+        pulled = incoming.buffer.pull(incoming.ready, block_ids[: len(incoming.ready.block_ids)])
+        incoming.pulled = pulled
+
+        def on_done(done: TransferToken) -> None:
+            token.kv_bytes, token.transfer_s = done.kv_bytes, done.transfer_s
+            token.complete(done.error())
+
+        pulled.on_done(on_done)
+
+    def _request(self, leg: DecodeLeg, ready: Ready) -> Request:
+        """Check the peer's word, then take over where prefill stopped: with token 0 given."""
+        check_sampling(leg.sampling, self._num_vocab)
+        num_prompt = len(ready.prompt_ids)
+        ids = (*ready.prompt_ids, ready.first_token)
+        if (
+            ready.num_tokens != num_prompt
+            or len(ready.block_ids) != self._layout.num_blocks_for(num_prompt)
+            or not all(0 <= token < self._num_vocab for token in ids)
+        ):
+            raise RemoteProtocolError("prefill's Ready does not add up")
+        request = Request(
+            leg.request_id,
+            leg.attempt,
+            prompt_ids=ready.prompt_ids,
+            sampling=leg.sampling,
+            max_tokens=resolve_max_tokens(leg.sampling, num_prompt, self._context_tokens),
+            output=self._prompts.output_text(leg.sampling),
+        )
+        request.generated.append(ready.first_token)
+        # Same ids, same state: what prefill's own push returned has been sent by prefill.
+        request.output.push(ready.first_token)
+        return request
+
+    def _finished(self, event: Ended, incoming: _Incoming) -> LegEvent:
+        assert incoming.pulled is not None
+        self.kv_bytes_received += incoming.pulled.kv_bytes
+        return self._report.finished(
+            event,
+            kv_blocks=len(incoming.ready.block_ids),
+            kv_bytes=incoming.pulled.kv_bytes,
+            transfer_s=incoming.pulled.transfer_s,
+        )

@@ -1,0 +1,109 @@
+"""The worker process: load, announce, serve legs, drain, end."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import uvloop
+from aiohttp import web
+
+from neuron_di.config import WorkerOptions
+from neuron_di.errors import ConfigError, LocalProtocolError
+from neuron_di.obs import LaunchReport, get_logger, say
+from neuron_di.registry import Announcer, RegistryClient
+from neuron_di.worker.model import LoadedModel, load_model
+from neuron_di.worker.server import make_app
+from neuron_di.worker.worker import Worker
+
+_log = get_logger(__name__)
+
+
+def run_worker(options: WorkerOptions) -> None:
+    """Run one worker until SIGTERM or SIGINT; it drains first. ConfigError if it cannot start."""
+    if options.core is not None:
+        _pin(options.core)
+    is_child = options.parent_pid is not None
+
+    def on_progress(done_bytes: int, total_bytes: int) -> None:
+        if is_child:
+            say(LaunchReport(event="loading", done_bytes=done_bytes, total_bytes=total_bytes))
+
+    model = load_model(options.model, options.model_name, options.role, options.engine, on_progress)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(options, model))
+
+
+def _pin(core: int) -> None:
+    try:
+        os.sched_setaffinity(0, {core})
+    except OSError as error:
+        raise ConfigError(f"cannot pin this worker to core {core}: {error}") from None
+
+
+async def _serve(options: WorkerOptions, model: LoadedModel) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    worker = Worker(options, model)
+    try:
+        async with _http_server(worker, options), _announced(worker, options) as announcer:
+            url = worker.record().url()
+            _log.info("ready", worker=worker.worker_id, url=url)
+            if options.parent_pid is not None:
+                say(LaunchReport(event="ready", url=url, worker_id=worker.worker_id))
+            await _first_of(stop, worker.engine_failed)
+            worker.set_state("draining")
+            if announcer is not None:
+                announcer.record_changed()
+            if not await worker.drain(options.drain_timeout_s):
+                _log.warning("drain_incomplete", num_legs=len(worker.legs))
+    finally:
+        await worker.close()
+    if worker.engine_failed.is_set():
+        raise LocalProtocolError("the engine has failed; the log says why")
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _http_server(worker: Worker, options: WorkerOptions) -> AsyncIterator[None]:
+    runner = web.AppRunner(
+        make_app(worker),
+        handler_cancellation=True,  # a closed connection cancels its leg
+        access_log=None,
+        shutdown_timeout=1.0,
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, options.host, options.port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {options.host}:{options.port}: {error.strerror}"
+            ) from None
+        worker.api_port = runner.addresses[0][1]
+        worker.set_state("ready")
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def _announced(worker: Worker, options: WorkerOptions) -> AsyncIterator[Announcer | None]:
+    if options.registry is None:
+        yield None
+        return
+    async with (
+        RegistryClient(options.registry) as registry,
+        Announcer(registry, worker.record) as announcer,
+    ):
+        yield announcer

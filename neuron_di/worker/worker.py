@@ -1,0 +1,212 @@
+"""One worker process, put together: model, engine, buffers, and the legs it answers."""
+
+import asyncio
+import os
+
+from neuron_di.clock import unix_s
+from neuron_di.config import WorkerOptions
+from neuron_di.core import (
+    BlockPool,
+    CombinedScheduler,
+    DecodeScheduler,
+    PrefillScheduler,
+    Scheduler,
+)
+from neuron_di.engine import Engine, EngineEvent, StartTransfer
+from neuron_di.errors import ConfigError
+from neuron_di.obs import get_logger
+from neuron_di.transfer import ConnectorOptions, LocalWorker, NeuronConnector, ShmEngine
+from neuron_di.types import WorkerId, WorkerState
+from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
+from neuron_di.worker.combined_worker import CombinedWorker
+from neuron_di.worker.decode_worker import DecodeWorker
+from neuron_di.worker.leg_report import LegReport
+from neuron_di.worker.live_legs import LiveLegs
+from neuron_di.worker.model import LoadedModel
+from neuron_di.worker.prefill_worker import PrefillWorker
+from neuron_di.worker.prompts import PromptReader
+
+_log = get_logger(__name__)
+
+
+class Worker:
+    """Owns everything below it. Made on the running event loop, after the model was loaded.
+
+    Exactly one of `prefill`, `decode` and `combined` is there, by the role.
+    """
+
+    def __init__(self, options: WorkerOptions, model: LoadedModel) -> None:
+        self._options = options
+        self._model = model
+        self._loop = asyncio.get_running_loop()
+        self._state: WorkerState = "starting"
+        self.engine_failed = asyncio.Event()  # by a bug of ours: this process should end
+        self._started_unix_s = unix_s()
+        self.worker_id = WorkerId(options.worker_id or f"{options.role}-{model.incarnation[:8]}")
+        self.api_port = options.port
+        self.legs = LiveLegs(options.engine.waiting_max)
+        self.prefill: PrefillWorker | None = None
+        self.decode: DecodeWorker | None = None
+        self.combined: CombinedWorker | None = None
+        self._connector: NeuronConnector | None = None
+        self._transfer: ShmEngine | None = None
+        self._block_pool = BlockPool(model.backend.pool.num_blocks)
+        self._prompts = PromptReader(
+            model.tokenizer, num_vocab=model.backend.num_vocab, context_tokens=model.context_tokens
+        )
+        self._scheduler, self._engine = self._assemble()
+        self._engine.start()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._state_now() == "draining"
+
+    def set_state(self, state: WorkerState) -> None:
+        self._state = state
+
+    def _state_now(self) -> WorkerState:
+        return "draining" if self._engine.has_failed else self._state
+
+    def record(self) -> WorkerRecord:
+        """What this worker announces of itself now."""
+        options = self._options
+        return WorkerRecord(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=self.worker_id,
+            incarnation=self._model.incarnation,
+            role=options.role,
+            state=self._state_now(),
+            pid=os.getpid(),
+            model=self._model.name,
+            model_digest=self._model.digest,
+            layout_digest=self._model.backend.layout.digest(),
+            context_tokens=self._model.context_tokens,
+            host=options.host,
+            api_port=self.api_port,
+            signal_host=options.host,
+            signal_port=self.prefill.signal_port if self.prefill is not None else 0,
+            started_unix_s=self._started_unix_s,
+            connections=self._connector.connections() if self._connector is not None else [],
+        )
+
+    def status(self) -> WorkerStatus:
+        """The record and the load at this moment. Counters only: read without a lock."""
+        return WorkerStatus(
+            record=self.record(),
+            num_blocks=self._block_pool.num_blocks,
+            num_blocks_free=self._block_pool.num_free,
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_transferring=self._scheduler.num_transferring,
+            num_steps=self._engine.num_steps,
+            kv_bytes_received=self.decode.kv_bytes_received if self.decode is not None else 0,
+        )
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new legs and wait for the running ones. False when some were still there."""
+        self._state = "draining"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self.legs):  # noqa: ASYNC110 - legs end one by one
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End everything in the order of dependence: engine, links, transfers, memory."""
+        await self._loop.run_in_executor(None, self._engine.stop)
+        if self._connector is not None:
+            self._connector.close()
+        if self._transfer is not None:
+            await self._loop.run_in_executor(None, self._transfer.close)
+        self._model.backend.close()
+
+    def _assemble(self) -> tuple[Scheduler, Engine]:
+        """Build what the role needs, from the scheduler up to the legs."""
+        limits, role = self._options.engine, self._options.role
+        if role == "both":
+            combined = CombinedScheduler(
+                self._block_pool,
+                block_size=limits.block_size,
+                batch_size=limits.decode_batch,
+                chunk_tokens=limits.chunk_tokens,
+                waiting_max=limits.waiting_max,
+            )
+            engine = self._engine_for(combined)
+            report = LegReport(self.worker_id, "both", "")
+            self.combined = CombinedWorker(engine, self._prompts, self.legs, report)
+            return combined, engine
+        self._transfer = ShmEngine(self._model.backend.pool)
+        self._connector = self._connect_to_peers(self._transfer)
+        report = LegReport(self.worker_id, role, self._transfer.name)
+        if role == "prefill":
+            prefill = PrefillScheduler(
+                self._block_pool,
+                block_size=limits.block_size,
+                batch_size=limits.prefill_batch,
+                chunk_tokens=limits.chunk_tokens,
+                waiting_max=limits.waiting_max,
+            )
+            engine = self._engine_for(prefill)
+            pool = self._model.backend.pool
+            self.prefill = PrefillWorker(
+                engine, self._connector, pool, self._prompts, self.legs, report
+            )
+            return prefill, engine
+        decode = DecodeScheduler(
+            self._block_pool,
+            block_size=limits.block_size,
+            batch_size=limits.decode_batch,
+            waiting_max=limits.waiting_max,
+        )
+        self.decode = DecodeWorker(
+            lambda start_transfer: self._engine_for(decode, start_transfer),
+            self._connector,
+            self._model.backend.layout,
+            self._prompts,
+            self.legs,
+            report,
+            num_vocab=self._model.backend.num_vocab,
+            context_tokens=self._model.context_tokens,
+        )
+        return decode, self.decode.engine
+
+    def _connect_to_peers(self, transfer: ShmEngine) -> NeuronConnector:
+        options, model = self._options, self._model
+        if options.role == "decode" and options.static_peer is not None:
+            if not options.static_peer.rpartition(":")[2].isdigit():
+                raise ConfigError("a decode worker's --static-peer is a signal address, HOST:PORT")
+        local = LocalWorker(
+            worker_id=self.worker_id,
+            incarnation=model.incarnation,
+            model_digest=model.digest,
+            layout_digest=model.backend.layout.digest(),
+        )
+        connector_options = ConnectorOptions(
+            signal_host=options.host,
+            signal_port=options.signal_port,
+            kv_lease_s=options.kv_lease_s,
+            connect_timeout_s=options.connect_timeout_s,
+            static_peer=options.static_peer,
+        )
+        return NeuronConnector(local, transfer, connector_options)
+
+    def _engine_for(
+        self, scheduler: Scheduler, start_transfer: StartTransfer | None = None
+    ) -> Engine:
+        def sink(events: list[EngineEvent]) -> None:
+            self._loop.call_soon_threadsafe(self.legs.dispatch, events)
+
+        def on_failure() -> None:
+            self._loop.call_soon_threadsafe(self.engine_failed.set)
+
+        return Engine(
+            self._model.backend,
+            scheduler,
+            self._model.tokenizer,
+            self._model.eos_token_ids,
+            sink=sink,
+            on_failure=on_failure,
+            start_transfer=start_transfer,
+        )

@@ -1,0 +1,66 @@
+"""Checkpoints, and the one fleet that several files share."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from neuron_di.llm import LLM
+from neuron_di.testing import write_random_checkpoint
+
+pytest.register_assert_rewrite("openai_kit", "oracle_kit", "process_kit")
+
+from openai_kit import Client  # noqa: E402
+from oracle_kit import Oracle  # noqa: E402
+from process_kit import running_fleet  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left() -> Iterator[None]:
+    """Whatever a test does, every process it started is gone at the end."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = [process for process in psutil.Process().children() if process not in before]
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The tiny random checkpoint of a family, made at its first use."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def folder_of(family: str) -> Path:
+        folder = root / f"tiny-{family}"
+        if not folder.exists():
+            write_random_checkpoint(folder, family)
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def llama(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def oracle(llama: Path) -> Oracle:
+    """Hugging Face on the same checkpoint."""
+    return Oracle(llama)
+
+
+@pytest.fixture(scope="session")
+def llama_llm(llama: Path) -> Iterator[LLM]:
+    """The one-process engine on the same checkpoint."""
+    with LLM(str(llama), threads=1) as llm:
+        yield llm
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def llama_1p1d(llama: Path) -> AsyncIterator[Client]:
+    async with running_fleet(llama) as client:
+        yield client

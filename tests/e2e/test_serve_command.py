@@ -1,0 +1,96 @@
+"""`neuron-di serve` and `neuron-di status` as they are typed."""
+
+import asyncio
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from openai_kit import Client, eventually
+from process_kit import children_of, command, run, said, session_of_many
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+
+async def test_serve_until_ctrl_c(llama: Path) -> None:
+    """It says where it serves; a stream that runs at Ctrl-C is finished; then all is gone."""
+    async with command("serve", str(llama), "--port=0", "--threads=1") as serving:
+        url = (await said(serving, r"serving tiny-llama at (http://\S+)/v1$"))[1]
+        workers = (await said(serving, r"^  (proxy .*)$"))[1]
+        assert re.fullmatch(
+            r"proxy \(pid \d+\), prefill-0 \(pid \d+\), decode-0 \(pid \d+\)", workers
+        )
+        await _check_status(url, [int(pid) for pid in re.findall(r"pid (\d+)", workers)])
+
+        async with session_of_many() as session:
+            client = Client(session, url, "tiny-llama")
+            params = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
+            async with client.post("def main(", **params) as response:
+                body = await response.content.readline()
+                serving.send_signal(signal.SIGINT)
+                await said(serving, "draining")
+                body += await response.read()
+        events = body.decode().removesuffix("\n\n").split("\n\n")
+        assert events[-1] == "data: [DONE]"
+        assert len(events) == 1500 + 2
+        last = json.loads(events[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length"
+
+        stdout, stderr = await asyncio.wait_for(serving.communicate(), 60)
+        assert serving.returncode == 0
+        assert stdout == b""
+        assert b"Traceback" not in stderr
+        assert children_of(serving.pid) == []
+
+
+async def test_children_end_with_a_launcher_that_is_killed(llama: Path) -> None:
+    async with command("serve", str(llama), "--port=0", "--threads=1") as serving:
+        await said(serving, r"serving tiny-llama at")
+        assert len(children_of(serving.pid)) == 3
+        serving.kill()
+        await serving.wait()
+
+        async def all_gone() -> bool | None:
+            return True if children_of(serving.pid) == [] else None
+
+        await eventually(all_gone)
+
+
+async def test_sigint_while_it_starts(llama: Path) -> None:
+    async with command("serve", str(llama), "--port=0", "--threads=1") as serving:
+
+        async def workers_started() -> bool | None:
+            return True if len(children_of(serving.pid)) == 3 else None
+
+        await eventually(workers_started)
+        serving.send_signal(signal.SIGINT)
+        _, stderr = await asyncio.wait_for(serving.communicate(), 60)
+        assert serving.returncode == 0
+        assert b"Traceback" not in stderr
+        assert children_of(serving.pid) == []
+
+
+async def test_status_of_nobody() -> None:
+    ended = await run("status", "--url", "http://127.0.0.1:1")
+    assert ended.code == 1
+    assert ended.stderr.startswith("neuron-di: no proxy answers at http://127.0.0.1:1: ")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+async def _check_status(url: str, pids: list[int]) -> None:
+    ended = await run("status", "--url", url, "--json")
+    report = json.loads(ended.stdout)
+    records = {each["record"]["worker_id"]: each["record"] for each in report["workers"]}
+    assert [report["proxy"]["pid"], records["prefill-0"]["pid"], records["decode-0"]["pid"]] == pids
+    for each in report["workers"]:
+        assert each["record"]["state"] == "ready"
+        assert each["status"]["num_blocks_free"] == each["status"]["num_blocks"] > 0
+
+    table = (await run("status", "--url", url, environ={"COLUMNS": "200"})).stdout
+    assert re.search(rf"^proxy {url} .*pid {pids[0]}\b.* serving\b", table)
+    for worker_id, role, pid in (
+        ("prefill-0", "prefill", pids[1]),
+        ("decode-0", "decode", pids[2]),
+    ):
+        assert re.search(rf"^{worker_id}\s+{role}\s+ready\s+{pid}\s+\d+\s+\d+", table, re.M)

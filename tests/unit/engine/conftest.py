@@ -1,0 +1,33 @@
+"""Engines on one tiny checkpoint."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from neuron_di.testing import write_random_checkpoint
+
+pytest.register_assert_rewrite("engine_kit")
+
+from engine_kit import Rig  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint. Do not change it."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "llama"
+    write_random_checkpoint(folder, "llama")
+    return folder
+
+
+@pytest.fixture
+def make_rig(llama_folder: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(role: str, **options: int) -> Rig:
+        rigs.append(Rig(llama_folder, role, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.backend.close()

@@ -1,0 +1,144 @@
+"""An engine that a test turns by hand, over a real backend and a real scheduler."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from neuron_di.backends import BackendOptions
+from neuron_di.backends.cpu import CpuBackend
+from neuron_di.core import (
+    BlockPool,
+    CombinedScheduler,
+    DecodeScheduler,
+    PrefillScheduler,
+    Scheduler,
+)
+from neuron_di.engine import Engine, EngineEvent
+from neuron_di.models import ModelSpec
+from neuron_di.request import OutputText, Request, Tokenizer
+from neuron_di.transfer import TransferToken
+from neuron_di.types import BlockId, Incarnation, RequestId
+from neuron_di.wire import SamplingParams
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 32
+LIMITS = {"block_size": BLOCK_SIZE, "waiting_max": 8}
+
+
+class Backend(CpuBackend):
+    """The CPU's; it fails or gives unusable logits when a test says so."""
+
+    failures: list[Exception]
+    spoilt_rows: list[int]
+
+    def __init__(self, folder: Path) -> None:
+        spec = ModelSpec.from_folder(folder)
+        super().__init__(
+            BackendOptions(
+                folder=folder,
+                spec=spec,
+                layout=spec.kv_layout(block_size=BLOCK_SIZE, dtype="float32"),
+                num_blocks=NUM_BLOCKS,
+                incarnation=Incarnation("ab" * 16),
+                num_threads=1,
+            )
+        )
+        self.failures, self.spoilt_rows = [], []
+        self.pool.tensor().fill_(float("nan"))  # what was never written must never be read
+
+    def prefill(self, *args: Any) -> Any:
+        if self.failures:
+            raise self.failures.pop()
+        return super().prefill(*args)
+
+    def decode(self, *args: Any) -> Any:
+        if self.failures:
+            raise self.failures.pop()
+        logits_BV = super().decode(*args)
+        while self.spoilt_rows:
+            logits_BV[self.spoilt_rows.pop()] = float("nan")
+        return logits_BV
+
+
+class Rig:
+    """`events` holds all that the engine said. `transfers` are the test's to complete."""
+
+    def __init__(self, folder: Path, role: str, *, batch_size: int = 4, chunk: int = 8) -> None:
+        self.backend = Backend(folder)
+        self.tokenizer = Tokenizer.load(folder)
+        self.blocks = BlockPool(NUM_BLOCKS)
+        self.scheduler = _scheduler(role, self.blocks, batch_size, chunk)
+        self.events: list[EngineEvent] = []
+        self.transfers: dict[str, tuple[list[BlockId], TransferToken]] = {}
+        self.engine = Engine(
+            self.backend,
+            self.scheduler,
+            self.tokenizer,
+            eos_token_ids=(),
+            sink=self.events.extend,
+            start_transfer=self._start_transfer,
+        )
+
+    def request(
+        self,
+        name: str,
+        prompt_ids: Sequence[int] = range(100, 111),
+        attempt: int = 0,
+        **fields: Any,
+    ) -> Request:
+        sampling = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **fields})
+        assert sampling.max_tokens is not None
+        return Request(
+            RequestId(name),
+            attempt,
+            prompt_ids=list(prompt_ids),
+            sampling=sampling,
+            max_tokens=sampling.max_tokens,
+            output=OutputText(self.tokenizer, stop=(), skip_special_tokens=True, min_tokens=0),
+        )
+
+    def received(self, name: str, first_token: int = 5, **fields: Any) -> Request:
+        """As a decode worker submits it."""
+        request = self.request(name, **fields)
+        request.generated.append(first_token)
+        request.output.push(first_token)
+        return request
+
+    def turn(self, times: int = 1) -> list[EngineEvent]:
+        """What the engine's thread does, once or more often. The events of these turns."""
+        before = len(self.events)
+        for _ in range(times):
+            self.engine.wake()
+            self.engine._turn()
+            self.events += self.engine._events
+            self.engine._events = []
+            self.scheduler.check_integrity()
+        return self.events[before:]
+
+    def turn_until_idle(self) -> list[EngineEvent]:
+        before = len(self.events)
+        for _ in range(200):
+            self.turn()
+            if self.scheduler.is_idle():
+                assert self.blocks.num_free == NUM_BLOCKS
+                return self.events[before:]
+        raise AssertionError("the engine does not come to rest")
+
+    def complete(self, name: str, error: Any = None) -> None:
+        """The KV arrives (as zeros), or will not come."""
+        block_ids, token = self.transfers.pop(name)
+        self.backend.pool.tensor()[block_ids] = 0.0
+        token.complete(error)
+
+    def _start_transfer(self, request: Request) -> TransferToken:
+        token = TransferToken()
+        self.transfers[request.request_id] = (list(request.block_ids), token)
+        return token
+
+
+def _scheduler(role: str, blocks: BlockPool, batch_size: int, chunk: int) -> Scheduler:
+    if role == "prefill":
+        return PrefillScheduler(blocks, batch_size=batch_size, chunk_tokens=chunk, **LIMITS)
+    if role == "decode":
+        return DecodeScheduler(blocks, batch_size=batch_size, **LIMITS)
+    return CombinedScheduler(blocks, batch_size=batch_size, chunk_tokens=chunk, **LIMITS)

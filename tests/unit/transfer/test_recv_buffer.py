@@ -1,0 +1,364 @@
+"""Decode's end: what it waits for, and how each wait ends."""
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+from transfer_kit import WAIT_S, Prefill, R, end_of, new_incarnation, until
+
+from neuron_di.clock import Deadline
+from neuron_di.errors import (
+    KvChanged,
+    KvMissing,
+    LocalProtocolError,
+    NeuronDiError,
+    PeerGone,
+    PeerTimeout,
+    RemoteProtocolError,
+    StaleIncarnation,
+)
+from neuron_di.types import BlockId, RequestId, WorkerId
+from neuron_di.wire import (
+    Abort,
+    Done,
+    Handshake,
+    KvMap,
+    KvMapInit,
+    LookupAll,
+    NotYet,
+    PeerAddress,
+    Ping,
+    Pong,
+    Pull,
+    Welcome,
+    encode_msgpack,
+    from_decode_decoder,
+)
+
+
+class BarePrefill:
+    """A prefill worker's socket in the hands of a test: it shakes hands, then says what it may."""
+
+    def __init__(self, region) -> None:
+        self.incarnation = region.incarnation
+        self._region = region
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = PeerAddress(
+            worker_id=WorkerId("bare"),
+            incarnation=self.incarnation,
+            signal_host="127.0.0.1",
+            signal_port=port,
+        )
+        self.heard = []
+        self._identity = b""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._socket.close()
+        self._context.term()
+
+    def send_raw(self, *frames):
+        self._socket.send_multipart([self._identity, *frames])
+
+    def send(self, message):
+        self.send_raw(encode_msgpack(message))
+
+    async def hear(self, kind):
+        """Wait for a message of this kind; the handshake is answered on the way."""
+        found = []
+
+        def has_come():
+            try:
+                self._identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            message = from_decode_decoder.decode(frame)
+            self.heard.append(message)
+            if isinstance(message, Handshake):
+                self.send(
+                    Welcome(
+                        status="ok",
+                        timestamp=0.0,
+                        worker_id=WorkerId("bare"),
+                        incarnation=self.incarnation,
+                    )
+                )
+            elif isinstance(message, KvMapInit):
+                self.send(KvMap(region=self._region))
+            if isinstance(message, kind):
+                found.append(message)
+            return found
+
+        await until(has_come)
+        return found[0]
+
+
+@pytest.fixture
+async def decode(cluster):
+    return cluster.decode()
+
+
+@pytest.fixture
+async def prefill(cluster):
+    return cluster.prefill()
+
+
+@pytest.fixture
+def bare(prefill):
+    """Stands before the pool of `prefill`, which is a real one."""
+    with BarePrefill(prefill.pool.region()) as bare:
+        yield bare
+
+
+def look_up(decode, address, request_id=R, timeout_s=WAIT_S):
+    buffer = decode.connector.maybe_setup_buffer(address)
+    return asyncio.create_task(buffer.lookup(request_id, 0, Deadline.after(timeout_s)))
+
+
+async def test_a_hand_over(prefill, decode):
+    ready = prefill.park(block_ids=(7, 2, 11))
+    assert await decode.lookup(prefill) == ready
+    token = await end_of(decode.buffer(prefill).pull(ready, [BlockId(n) for n in (0, 15, 4)]))
+    assert token.error() is None
+    tensor = decode.pool.tensor()
+    assert [float(tensor[n].max()) for n in (0, 15, 4)] == [7.0, 2.0, 11.0]
+    await until(lambda: prefill.ended)
+    ((key, done),) = prefill.ended
+    assert key == (R, 0)
+    assert done.kv_bytes == token.kv_bytes > 0
+    assert done.transfer_s == token.transfer_s
+    assert decode.buffer(prefill)._pulling == decode.buffer(prefill)._waiting == {}
+
+
+async def test_lookup_waits_for_a_prefill_that_comes_later(prefill, decode):
+    waiting = asyncio.create_task(decode.lookup(prefill))
+    await until(lambda: prefill.buffer.lookup_dict)
+    assert not waiting.done()
+    ready = prefill.park()
+    assert await waiting == ready
+
+
+async def test_no_pull_before_ready_and_no_transfer_before_pull(bare, prefill, decode):
+    """The order of a hand-over (seed N-08, N-12)."""
+    waiting = look_up(decode, bare.address)
+    await bare.hear(LookupAll)
+    bare.send(NotYet(request_id=R, attempt=0))
+    assert (decode.pool.tensor() == -1).all()
+    bare.send(prefill.ready())
+    ready = await waiting
+    assert not any(isinstance(message, Pull) for message in bare.heard)
+    buffer = decode.connector.maybe_setup_buffer(bare.address)
+    buffer.pull(ready, [BlockId(0), BlockId(1)])
+    await bare.hear(Done)
+    kinds = [type(message) for message in bare.heard if not isinstance(message, Ping)]
+    assert kinds == [Handshake, KvMapInit, LookupAll, Pull, Done]
+
+
+async def test_prefill_says_never(prefill, decode):
+    waiting = asyncio.create_task(decode.lookup(prefill))
+    await until(lambda: prefill.buffer.lookup_dict)
+    prefill.buffer.drop(R, 0, "cancelled")
+    with pytest.raises(KvMissing, match="cancelled"):
+        await waiting
+    with pytest.raises(KvMissing, match="cancelled"):
+        await decode.lookup(prefill)
+    assert not decode.buffer(prefill).is_broken
+
+
+async def test_abort_from_prefill_ends_the_lookup(bare, decode):
+    waiting = look_up(decode, bare.address)
+    await bare.hear(LookupAll)
+    bare.send(Abort(request_id=R, attempt=0, reason="shutting down"))
+    with pytest.raises(KvMissing, match="shutting down"):
+        await waiting
+
+
+async def test_the_deadline_of_a_lookup(prefill, decode):
+    with pytest.raises(PeerTimeout, match="not ready"):
+        await look_up(decode, prefill.address, timeout_s=0.1)
+    await until(lambda: prefill.buffer.lookup_dict[R, 0].asker is None)
+    assert not decode.buffer(prefill).is_broken
+
+
+async def test_a_cancelled_lookup_frees_what_was_parked_for_it(prefill, decode):
+    await decode.buffer(prefill).connect()
+    waiting = asyncio.create_task(decode.lookup(prefill))
+    await until(lambda: prefill.buffer.lookup_dict)
+    prefill.park()
+    waiting.cancel()  # Ready is on its way
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await until(lambda: prefill.ended)
+    assert isinstance(prefill.ended[0][1], KvMissing)
+    assert decode.buffer(prefill)._waiting == {}
+
+
+async def test_one_waiter_that_goes_does_not_cancel_the_others(prefill, decode):
+    first, second = (look_up(decode, prefill.address, RequestId(n)) for n in "ab")
+    await asyncio.sleep(0)
+    first.cancel()
+    prefill.park(RequestId("b"))
+    assert (await second).request_id == "b"
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+async def test_the_same_request_twice_is_our_bug_and_spares_the_first(prefill, decode):
+    first = asyncio.create_task(decode.lookup(prefill))
+    await until(lambda: prefill.buffer.lookup_dict)
+    with pytest.raises(LocalProtocolError):
+        await decode.lookup(prefill)
+    ready = prefill.park()
+    assert await first == ready
+
+
+async def test_kv_given_up_before_the_pull_is_kv_changed(prefill, decode):
+    ready = prefill.park()
+    await decode.lookup(prefill)
+    prefill.pool.retire([BlockId(4)])
+    token = await end_of(decode.buffer(prefill).pull(ready, [BlockId(0), BlockId(1)]))
+    assert isinstance(token.error(), KvChanged)
+    await until(lambda: prefill.ended)
+    assert isinstance(prefill.ended[0][1], KvMissing)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"block_ids": [3, 16]},
+        {"block_ids": [3, -1]},
+        {"block_ids": [3, 2**40]},
+        {"block_ids": [3]},
+        {"generations": [0]},
+        {"generations": [0, 1]},
+    ],
+    ids=str,
+)
+async def test_a_ready_that_lies_fails_its_own_request_only(bare, prefill, decode, fields):
+    waiting = look_up(decode, bare.address)
+    other = look_up(decode, bare.address, RequestId("other"))
+    for _ in range(2):
+        await bare.hear(LookupAll)
+    bare.send(msgspec.structs.replace(prefill.ready(), **fields))
+    buffer = decode.connector.maybe_setup_buffer(bare.address)
+    token = await end_of(buffer.pull(await waiting, [BlockId(0), BlockId(1)]))
+    assert isinstance(token.error(), NeuronDiError)
+    assert (await bare.hear(Abort)).request_id == R
+    bare.send(prefill.ready(RequestId("other")))
+    token = await end_of(buffer.pull(await other, [BlockId(0), BlockId(1)]))
+    assert token.error() is None
+
+
+async def test_answers_for_nobody_are_ignored(bare, prefill, decode):
+    waiting = look_up(decode, bare.address)
+    await bare.hear(LookupAll)
+    bare.send(prefill.ready(RequestId("nobody's")))
+    bare.send(prefill.ready(attempt=1))
+    bare.send(KvMap(region=prefill.pool.region()))
+    for _ in range(2):
+        bare.send(prefill.ready())
+    assert await waiting == prefill.ready()
+    bare.send(prefill.ready())
+    bare.send(Pong(sequence=7))
+    await bare.hear(Ping)
+    assert not decode.connector.maybe_setup_buffer(bare.address).is_broken
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [(b"",), (b"\xc1",), (b"a", b"b"), (encode_msgpack(Ping(sequence=1)),)],
+    ids=["empty", "garbage", "two frames", "a decode worker's"],
+)
+async def test_a_peer_that_speaks_nonsense_is_given_up(bare, decode, frames):
+    waiting = look_up(decode, bare.address)
+    await bare.hear(LookupAll)
+    bare.send_raw(*frames)
+    with pytest.raises(RemoteProtocolError):
+        await waiting
+    assert decode.connector.connections() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"fd": 1_000_000}, PeerGone),
+        ({"pid": 2**40}, PeerGone),
+        ({"num_blocks": 2**62}, PeerGone),
+        ({"incarnation": "another"}, StaleIncarnation),
+    ],
+)
+async def test_a_pool_that_cannot_be_mapped(prefill, decode, fields, error):
+    region = msgspec.structs.replace(prefill.pool.region(), **fields)
+    with BarePrefill(region) as bare:
+        address = msgspec.structs.replace(bare.address, incarnation=prefill.local.incarnation)
+        waiting = look_up(decode, address)
+        await bare.hear(KvMapInit)
+        with pytest.raises(error):
+            await waiting
+    assert decode.transfer._peers == {}
+
+
+async def test_a_peer_that_falls_silent_fails_who_waits(cluster, bare, monkeypatch):
+    monkeypatch.setattr("neuron_di.transfer.recv_buffer.PING_INTERVAL_S", 0.02)
+    decode = cluster.decode(silence_timeout_s=0.2)
+    waiting = look_up(decode, bare.address)
+    await bare.hear(LookupAll)
+    with pytest.raises(PeerGone, match="said nothing"):
+        await waiting
+    assert decode.transfer._peers == {}
+
+
+async def test_after_silence_the_next_request_makes_a_link_that_works(
+    cluster, prefill, monkeypatch
+):
+    decode = cluster.decode()
+    broken = decode.buffer(prefill)
+    await broken.connect()
+    broken._break(PeerGone("said nothing"))
+    ready = prefill.park()
+    assert await decode.lookup(prefill) == ready
+    token = await end_of(decode.buffer(prefill).pull(ready, [BlockId(0), BlockId(1)]))
+    assert token.error() is None
+    assert decode.buffer(prefill) is not broken
+
+
+async def test_a_live_peer_is_never_called_silent(cluster, prefill, monkeypatch):
+    monkeypatch.setattr("neuron_di.transfer.recv_buffer.PING_INTERVAL_S", 0.02)
+    decode = cluster.decode(silence_timeout_s=1.0)
+    buffer = decode.buffer(prefill)
+    await buffer.connect()
+    await until(lambda: buffer._num_pings > 100)
+    assert not buffer.is_broken
+
+
+async def test_close_ends_every_waiter_with_peer_gone(prefill, decode):
+    waiting = [look_up(decode, prefill.address, RequestId(str(n))) for n in range(5)]
+    await until(lambda: len(prefill.buffer.lookup_dict) == 5)
+    buffer = decode.buffer(prefill)
+    buffer.close()
+    buffer.close()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [outcome.code for outcome in outcomes] == ["peer_gone"] * 5
+    token = buffer.pull(prefill.ready(), [BlockId(0), BlockId(1)])
+    assert isinstance(token.error(), PeerGone)
+    with pytest.raises(PeerGone):
+        await buffer.lookup(R, 0, Deadline.after(WAIT_S))
+
+
+async def test_two_workers_of_one_address_do_not_take_each_other(cluster):
+    """A port is used anew by another process, while the registry still names the old one."""
+    old = Prefill()
+    address = old.address
+    await old.close()
+    cluster.prefill(signal_port=address.signal_port)
+    with pytest.raises(StaleIncarnation):
+        await look_up(cluster.decode(), address)
+    wrong = msgspec.structs.replace(address, incarnation=new_incarnation())
+    with pytest.raises(StaleIncarnation):
+        await look_up(cluster.decode(), wrong)

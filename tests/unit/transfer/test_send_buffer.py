@@ -1,0 +1,376 @@
+"""Prefill's end, and what a peer that breaks the rules can do to it: nothing."""
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transfer_kit import BareDecode, Prefill, R, until
+
+from neuron_di.errors import ConfigError, KvExpired, KvMissing
+from neuron_di.transfer.signal_link import bind_router
+from neuron_di.types import RequestId
+from neuron_di.wire import (
+    SIGNAL_VERSION,
+    Abort,
+    Done,
+    KvMap,
+    KvMapInit,
+    LookupAll,
+    Malformed,
+    Never,
+    NotYet,
+    Ping,
+    Pong,
+    Pull,
+    Refused,
+    Welcome,
+    encode_msgpack,
+)
+from neuron_di.wire.codec import SIGNAL_BYTES_MAX
+
+PULL = Pull(request_id=R, attempt=0, block_ids=[0, 1])
+DONE = Done(request_id=R, attempt=0, kv_bytes=8, transfer_s=0.25)
+ABORT = Abort(request_id=R, attempt=0, reason="why")
+
+
+@pytest.fixture
+async def prefill(cluster):
+    return cluster.prefill()
+
+
+@pytest.fixture
+async def peer(prefill):
+    with BareDecode(prefill) as peer:
+        assert isinstance(await peer.shake_hands(), Welcome)
+        yield peer
+
+
+@pytest.fixture
+async def other(prefill):
+    with BareDecode(prefill) as peer:
+        assert isinstance(await peer.shake_hands(), Welcome)
+        yield peer
+
+
+async def answers_to_come(peer):
+    """Nothing more than the answer to this ping."""
+    assert await peer.ask(Ping(sequence=99)) == Pong(sequence=99)
+
+
+async def test_welcome_says_who_and_when(prefill):
+    with BareDecode(prefill) as peer:
+        welcome = await peer.shake_hands()
+    assert welcome.status == "ok"
+    assert welcome.timestamp > 1.6e9
+    assert welcome.worker_id == "prefill-0"
+    assert welcome.incarnation == prefill.local.incarnation
+
+
+async def test_kv_map_tells_where_the_pool_is(prefill, peer):
+    answer = await peer.ask(KvMapInit(region=prefill.pool.region()))
+    assert answer == KvMap(region=prefill.pool.region())
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "is_stale"),
+    [
+        ({"version": SIGNAL_VERSION + 1}, "signal protocol", False),
+        ({"expects": "somebody"}, "restarted", True),
+        ({"incarnation": "somebody"}, "identity", False),
+        ({"model_digest": "other"}, "model", False),
+        ({"layout_digest": "other"}, "layout", False),
+    ],
+)
+async def test_a_handshake_that_does_not_fit_is_refused_by_name(prefill, fields, reason, is_stale):
+    with BareDecode(prefill) as peer:
+        answer = await peer.shake_hands(**fields)
+        assert isinstance(answer, Refused)
+        assert reason in answer.reason
+        assert answer.is_stale == is_stale
+        assert isinstance(await peer.lookup(), Malformed)
+    assert prefill.buffer.peers == []
+
+
+async def test_without_a_handshake_nothing_is_answered_but_malformed(prefill):
+    prefill.park()
+    with BareDecode(prefill) as peer:
+        for message in (LookupAll(request_id=R, attempt=0), PULL, DONE, ABORT, Ping(sequence=1)):
+            assert await peer.ask(message) == Malformed(reason="handshake first")
+    assert prefill.ended == []
+    assert prefill.buffer.num_malformed == 5
+
+
+async def test_lookup_before_the_request_is_known_then_ready_is_pushed_once(prefill, peer):
+    assert await peer.lookup() == NotYet(request_id=R, attempt=0)
+    prefill.buffer.expect(R, 0)
+    assert await peer.lookup() == NotYet(request_id=R, attempt=0)
+    ready = prefill.ready()
+    prefill.buffer.park(ready)
+    assert await peer.receive() == ready
+    await answers_to_come(peer)
+
+
+async def test_lookup_while_it_is_prefilled_then_ready_is_pushed_to_the_asker_only(
+    prefill, peer, other
+):
+    prefill.buffer.expect(R, 0)
+    assert await peer.lookup() == NotYet(request_id=R, attempt=0)
+    ready = prefill.ready()
+    prefill.buffer.park(ready)
+    assert await peer.receive() == ready
+    await answers_to_come(other)
+
+
+async def test_lookup_after_it_was_parked_is_answered_ready(prefill, peer):
+    ready = prefill.park()
+    assert await peer.lookup() == ready
+    await answers_to_come(peer)
+
+
+async def test_attempts_are_told_apart(prefill, peer):
+    prefill.park()
+    assert await peer.ask(LookupAll(request_id=R, attempt=1)) == NotYet(request_id=R, attempt=1)
+
+
+async def test_drop_tells_the_asker_never_and_later_askers_too(prefill, peer, other):
+    prefill.buffer.expect(R, 0)
+    await peer.lookup()
+    prefill.buffer.drop(R, 0, "cancelled")
+    never = Never(request_id=R, attempt=0, reason="cancelled")
+    assert await peer.receive() == never
+    assert await other.lookup() == never
+    prefill.buffer.drop(R, 0, "again")
+    assert await other.lookup() == never
+    assert prefill.ended == []  # it was never parked
+
+
+async def test_drop_of_what_was_parked_is_never_too(prefill, peer):
+    prefill.park()
+    await peer.lookup()
+    prefill.buffer.drop(R, 0, "cancelled")
+    assert await peer.receive() == Never(request_id=R, attempt=0, reason="cancelled")
+    for late in (PULL, DONE, ABORT):
+        peer.send(late)
+    await answers_to_come(peer)
+    assert prefill.ended == []
+
+
+async def test_pull_then_done_ends_it_once(prefill, peer):
+    prefill.park()
+    await peer.lookup()
+    for message in (PULL, PULL, DONE, DONE, ABORT, PULL):
+        peer.send(message)
+    await answers_to_come(peer)
+    assert prefill.ended == [((R, 0), DONE)]
+    assert prefill.buffer.lookup_dict == {}
+    assert await peer.lookup() == Never(request_id=R, attempt=0, reason="handed over")
+
+
+@pytest.mark.parametrize("before", [[], [PULL]], ids=["parked", "pulling"])
+async def test_abort_ends_what_was_parked(prefill, peer, before):
+    prefill.park()
+    await peer.lookup()
+    for message in (*before, ABORT):
+        peer.send(message)
+    await answers_to_come(peer)
+    ((key, error),) = prefill.ended
+    assert key == (R, 0)
+    assert isinstance(error, KvMissing)
+
+
+async def test_abort_while_it_is_prefilled_leaves_it_to_its_own_leg(prefill, peer, other):
+    prefill.buffer.expect(R, 0)
+    await peer.lookup()
+    peer.send(ABORT)
+    await answers_to_come(peer)
+    prefill.buffer.park(prefill.ready())
+    await answers_to_come(peer)
+    assert await other.lookup() == prefill.ready()
+    assert prefill.ended == []
+
+
+@pytest.mark.parametrize("is_parked", [True, False])
+@pytest.mark.parametrize("message", [PULL, DONE, ABORT], ids=lambda m: type(m).__name__)
+async def test_another_peers_request_is_not_ones_own(prefill, peer, other, message, is_parked):
+    prefill.buffer.expect(R, 0)
+    await peer.lookup()
+    if is_parked:
+        prefill.buffer.park(prefill.ready())
+        assert await peer.receive() == prefill.ready()
+    assert isinstance(await other.ask(message), Malformed)
+    assert isinstance(await other.lookup(), Malformed)
+    assert prefill.ended == []
+    if not is_parked:
+        prefill.buffer.park(prefill.ready())
+        assert await peer.receive() == prefill.ready()
+    peer.send(PULL)
+    peer.send(DONE)
+    await answers_to_come(peer)
+    assert prefill.ended == [((R, 0), DONE)]
+
+
+async def test_done_with_what_was_never_ready_is_refused(prefill, peer):
+    """It would have the engine release a request that it still computes."""
+    prefill.buffer.expect(R, 0)
+    await peer.lookup()
+    assert isinstance(await peer.ask(DONE), Malformed)
+    assert prefill.ended == []
+    prefill.buffer.park(prefill.ready())
+    assert await peer.receive() == prefill.ready()
+
+
+async def test_a_pull_for_another_number_of_blocks_is_refused(prefill, peer):
+    prefill.park()
+    await peer.lookup()
+    for block_ids in ([], [1], [1, 2, 3]):
+        assert isinstance(
+            await peer.ask(msgspec.structs.replace(PULL, block_ids=block_ids)), Malformed
+        )
+    peer.send(PULL)
+    peer.send(DONE)
+    await answers_to_come(peer)
+    assert prefill.ended == [((R, 0), DONE)]
+
+
+async def test_the_lease_ends(cluster, monkeypatch):
+    monkeypatch.setattr("neuron_di.transfer.send_buffer.SWEEP_INTERVAL_S", 0.02)
+    prefill = cluster.prefill(kv_lease_s=0.1)
+    with BareDecode(prefill) as peer:
+        await peer.shake_hands()
+        prefill.park()
+        await peer.lookup()
+        assert (await peer.receive()).reason == "the lease ended"
+        ((key, error),) = prefill.ended
+        assert key == (R, 0)
+        assert isinstance(error, KvExpired)
+        early = RequestId("asked for, never came")
+        assert isinstance(await peer.lookup(early), NotYet)
+        assert isinstance(await peer.receive(), Never)
+        assert len(prefill.ended) == 1
+    assert prefill.buffer.lookup_dict == {}
+
+
+async def test_a_prefill_that_runs_longer_than_a_lease_keeps_its_asker(cluster, monkeypatch):
+    monkeypatch.setattr("neuron_di.transfer.send_buffer.SWEEP_INTERVAL_S", 0.02)
+    prefill = cluster.prefill(kv_lease_s=0.1)
+    with BareDecode(prefill) as peer:
+        await peer.shake_hands()
+        await peer.lookup()
+        prefill.buffer.expect(R, 0)
+        await asyncio.sleep(0.3)
+        ready = prefill.ready()
+        prefill.buffer.park(ready)
+        assert await peer.receive() == ready
+
+
+async def test_early_lookups_are_bounded_and_so_is_what_is_remembered(cluster, monkeypatch):
+    monkeypatch.setattr("neuron_di.transfer.send_buffer.ASKED_EARLY_MAX", 3)
+    monkeypatch.setattr("neuron_di.transfer.send_buffer.ENDED_REMEMBERED_MAX", 2)
+    prefill = cluster.prefill()
+    with BareDecode(prefill) as peer:
+        await peer.shake_hands()
+        for n in range(3):
+            assert isinstance(await peer.lookup(RequestId(f"early-{n}")), NotYet)
+        assert (await peer.lookup(RequestId("one too many"))).reason == "busy"
+    for n in range(10):
+        prefill.buffer.expect(RequestId(f"r{n}"), 0)
+        prefill.buffer.drop(RequestId(f"r{n}"), 0, "over")
+    assert list(prefill.buffer._ended) == [("r8", 0), ("r9", 0)]
+
+
+GARBAGE = [
+    (b"",),
+    (b"\xc1",),
+    (b"GET / HTTP/1.1\r\n\r\n",),
+    (encode_msgpack(Ping(sequence=1)), b"more"),
+    (b"", encode_msgpack(Ping(sequence=1))),
+    (msgspec.msgpack.encode({"type": "unknown", "request_id": "r"}),),
+    (msgspec.msgpack.encode({"type": "pull", "request_id": "r", "attempt": 0, "block_ids": 3}),),
+    (b"\x93" * 100_000,),
+    (bytes(SIGNAL_BYTES_MAX),),
+]
+
+
+@pytest.mark.parametrize("frames", GARBAGE, ids=lambda frames: f"{len(frames)}x{frames[0][:6]!r}")
+async def test_garbage_is_answered_malformed_and_harms_nobody(prefill, peer, other, frames):
+    prefill.park()
+    assert await other.lookup() == prefill.ready()
+    peer.send_raw(*frames)
+    assert isinstance(await peer.receive(), Malformed)
+    other.send(PULL)
+    other.send(DONE)
+    await answers_to_come(other)
+    await answers_to_come(peer)
+    assert prefill.ended == [((R, 0), DONE)]
+
+
+async def test_an_oversized_message_costs_its_sender_the_connection(prefill, peer, other):
+    peer.send_raw(bytes(SIGNAL_BYTES_MAX + 1))
+    await answers_to_come(other)
+    assert prefill.buffer.num_malformed == 0  # it was never received
+
+
+async def test_an_identity_that_is_no_text_is_a_peer_like_any(prefill):
+    with BareDecode(prefill, identity=b"\xff\xfe\x00id") as peer:
+        assert isinstance(await peer.shake_hands(), Refused)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_random_signals_leave_the_table_right(data):
+    """Any order of a peer's messages and our own calls: each parked request ends at most once."""
+    messages = st.sampled_from([LookupAll(request_id=R, attempt=0), PULL, DONE, ABORT, "park"])
+    script = data.draw(st.lists(messages, max_size=12))
+
+    async def play():
+        prefill = Prefill()
+        try:
+            with BareDecode(prefill) as peer:
+                await peer.shake_hands()
+                prefill.buffer.expect(R, 0)
+                is_parked = False
+                for message in script:
+                    if message != "park":
+                        peer.send(message)
+                        peer.send(Ping(sequence=1))
+                        while not isinstance(await peer.receive(), Pong):
+                            pass
+                    elif not is_parked:
+                        is_parked = True
+                        prefill.buffer.park(prefill.ready())
+                assert len(prefill.ended) <= int(is_parked)
+                is_there = (R, 0) in prefill.buffer.lookup_dict
+                assert is_there != bool(prefill.ended)
+                prefill.buffer.drop(R, 0, "over")
+                assert prefill.buffer.lookup_dict == {}
+        finally:
+            await prefill.close()
+
+    asyncio.run(play())
+
+
+async def test_a_port_in_use_is_a_config_error_and_leaves_no_socket(prefill):
+    with zmq.Context() as context:
+        for host, port in (("127.0.0.1", prefill.buffer.port), ("no.such.host.invalid", 0)):
+            with pytest.raises(ConfigError, match="cannot bind"):
+                bind_router(context, host, port)
+
+
+async def test_a_bug_in_the_handler_does_not_stop_the_link(prefill, peer, monkeypatch):
+    def fail(peer, message):
+        raise KeyError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill.buffer, "_on_lookup", fail)
+        peer.send(LookupAll(request_id=R, attempt=0))
+        await answers_to_come(peer)
+    prefill.park()
+    assert await peer.lookup() == prefill.ready()
+    await until(lambda: prefill.buffer.num_malformed == 0)

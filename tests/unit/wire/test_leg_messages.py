@@ -1,0 +1,158 @@
+import msgspec
+import pytest
+
+from neuron_di.errors import RemoteProtocolError
+from neuron_di.types import Incarnation, RequestId, WorkerId
+from neuron_di.wire import (
+    EVENT_BYTES_MAX,
+    RECORD_BYTES_MAX,
+    DecodeLeg,
+    Failed,
+    Finished,
+    LegEvent,
+    LegReceipt,
+    Parked,
+    PeerAddress,
+    PrefillLeg,
+    Released,
+    SamplingParams,
+    Token,
+    TokenLogprob,
+    TokenLogprobs,
+    WorkerRecord,
+    WorkerStatus,
+    decode_leg_decoder,
+    encode_json,
+    leg_event_decoder,
+    prefill_leg_decoder,
+    record_decoder,
+    status_decoder,
+)
+
+RECEIPT = LegReceipt(worker_id=WorkerId("p"), role="prefill", pid=3, prefill_s=0.25, link="shm")
+LOGPROB = TokenLogprob(text="\ufffd", logprob=-0.5, token_bytes=[0xE2, 0x82])
+EVENTS = [
+    Token(index=0, token_id=5, text="é\n", logprobs=TokenLogprobs(LOGPROB, [LOGPROB])),
+    Token(index=1, token_id=6, text=""),
+    Parked(num_prompt=9),
+    Released(receipt=RECEIPT),
+    Finished(reason="stop", num_prompt=9, num_generated=2, receipt=RECEIPT, text="x", stop="\n"),
+    Finished(reason="stop", num_prompt=9, num_generated=2, receipt=RECEIPT, stop=7),
+    Finished(reason="length", num_prompt=9, num_generated=2, receipt=RECEIPT),
+    Failed(code="c", message="m", http_status=502, retryable=True, param="prompt"),
+]
+PREFILL_LEG = PrefillLeg(
+    request_id=RequestId("r"),
+    attempt=1,
+    endpoint="chat",
+    prompt=msgspec.Raw(b'[{"role":"user","content":"hi \\ud83d\\ude00"}]'),
+    sampling=SamplingParams(stop=("a",), stop_token_ids=(3,), logprobs=2, max_tokens=None),
+)
+DECODE_LEG = DecodeLeg(
+    request_id=RequestId("r"),
+    attempt=1,
+    sampling=SamplingParams(seed=2**60),
+    prefill=PeerAddress(
+        worker_id=WorkerId("p"),
+        incarnation=Incarnation("i"),
+        signal_host="::1",
+        signal_port=5000,
+    ),
+)
+RECORD = WorkerRecord(
+    protocol_version=1,
+    worker_id=WorkerId("p"),
+    incarnation=Incarnation("i"),
+    role="prefill",
+    state="ready",
+    pid=1,
+    model="m",
+    model_digest="d",
+    layout_digest="l",
+    context_tokens=100,
+    host="::1",
+    api_port=8001,
+    signal_host="::1",
+    signal_port=5000,
+    started_unix_s=1.5,
+)
+STATUS = WorkerStatus(
+    record=RECORD,
+    num_blocks=4,
+    num_blocks_free=3,
+    num_waiting=0,
+    num_running=1,
+    num_transferring=0,
+    num_steps=9,
+)
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_comes_back_equal_on_one_line(event):
+    raw = encode_json(event)
+    assert b"\n" not in raw
+    assert leg_event_decoder.decode(raw) == event
+
+
+def test_every_kind_of_event_is_in_these_tests():
+    assert {type(event) for event in EVENTS} == set(LegEvent.__args__)
+
+
+def test_a_prefill_leg_comes_back_with_the_clients_own_bytes():
+    back = prefill_leg_decoder.decode(encode_json(PREFILL_LEG))
+    assert bytes(back.prompt) == bytes(PREFILL_LEG.prompt)
+    assert msgspec.structs.replace(back, prompt=PREFILL_LEG.prompt) == PREFILL_LEG
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [(decode_leg_decoder, DECODE_LEG), (record_decoder, RECORD), (status_decoder, STATUS)],
+)
+def test_the_others_come_back_equal(decoder, message):
+    assert decoder.decode(encode_json(message)) == message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b'{"type":"token"}',
+        b'{"type":"token","index":"0","token_id":1,"text":""}',
+        b'{"type":"token","index":0,"token_id":1,"text":"\xff"}',
+        b'{"type":"unknown"}',
+        b'{"type":"finished","reason":"bored","num_prompt":1,"num_generated":1}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_event_is_refused(raw):
+    with pytest.raises(RemoteProtocolError):
+        leg_event_decoder.decode(raw)
+
+
+def test_an_unknown_field_is_ignored_so_that_an_event_may_grow():
+    raw = b'{"type":"parked","num_prompt":3,"colour":"blue"}'
+    assert leg_event_decoder.decode(raw) == Parked(num_prompt=3)
+
+
+def test_size_is_limited():
+    for decoder, limit in (
+        (leg_event_decoder, EVENT_BYTES_MAX),
+        (record_decoder, RECORD_BYTES_MAX),
+    ):
+        with pytest.raises(RemoteProtocolError, match=str(limit)):
+            decoder.decode(b" " * (limit + 1))
+
+
+def test_repr_of_a_token_hides_what_it_says():
+    assert repr(EVENTS[0]) == "Token(index=0)"
+
+
+def test_a_record_brackets_an_ipv6_host_in_its_url_only():
+    assert RECORD.url() == "http://[::1]:8001"
+    assert RECORD.key() == "/workers/prefill/::1/8001"
+    address = RECORD.peer_address()
+    assert (address.signal_host, address.signal_port) == ("::1", 5000)
