@@ -1,0 +1,1 @@
+"""Measurements, not tests: what to run and how to read it is in benchmarks/README.md."""

@@ -1,0 +1,146 @@
+"""A contender's process as the benchmark sees it: started, pinned, timed, ended."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks.contenders.command_loop import Settings
+
+_REPO = Path(__file__).parent.parent
+_LOG_TAIL_CHARS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One column of the comparison: which module, run by which Python."""
+
+    name: str
+    module: str
+    python: str = sys.executable
+    compiled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One generation. `cpu_s` is what all processes of the contender used meanwhile."""
+
+    wall_s: float
+    cpu_s: float
+    token_ids: list[list[int]]
+
+
+class ContenderFailed(Exception):
+    """Raised when a contender ends before it has answered. Says what it printed last."""
+
+
+class ContenderProcess:
+    """A loaded contender. It waits for the next line of its input and uses no CPU meanwhile."""
+
+    def __init__(self, contender: Contender, settings: Settings, log: TextIO) -> None:
+        self.name = contender.name
+        self._log = log
+        fields = asdict(settings) | {"compiled": contender.compiled}
+        # Its own session, so that whatever it starts can be ended with it.
+        self._process = subprocess.Popen(
+            [contender.python, "-m", contender.module, json.dumps(fields)],
+            cwd=_REPO,
+            env=os.environ | {"OMP_NUM_THREADS": str(settings.threads)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        self.version: str = self._answer()["ready"]
+        self._rested = (time.monotonic(), self._cpu_s())
+        self.idle_share_max = 0.0  # of one core, while others had their turns
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Timed:
+        """Answer a batch of prompts with `num_tokens` tokens each. Blocks."""
+        self._note_idle()
+        before_s = self._cpu_s()
+        assert self._process.stdin is not None
+        command = {"prompts": prompts, "num_tokens": num_tokens}
+        with contextlib.suppress(BrokenPipeError):  # `_answer` says why
+            print(json.dumps(command), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        after_s = self._cpu_s()
+        self._rested = (time.monotonic(), after_s)
+        return Timed(answer["wall_s"], after_s - before_s, answer["token_ids"])
+
+    def pin(self, cores: set[int]) -> None:
+        """Keep every thread of every process of it on these cores."""
+        for process in self._tree():
+            for thread in process.threads():
+                with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+                    os.sched_setaffinity(thread.id, cores)
+
+    def peak_rss_bytes(self) -> int:
+        """The most memory each of its processes ever had resident, added up."""
+        return sum(_peak_rss_bytes(process.pid) for process in self._tree())
+
+    def end(self) -> None:
+        """Kill it and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def _note_idle(self) -> None:
+        then_s, then_cpu_s = self._rested
+        elapsed_s = time.monotonic() - then_s
+        if elapsed_s > 1.0:  # shorter rests say little
+            share = (self._cpu_s() - then_cpu_s) / elapsed_s
+            self.idle_share_max = max(self.idle_share_max, share)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise ContenderFailed(f"{self.name} ended:\n{self._log.read()[-_LOG_TAIL_CHARS:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _tree(self) -> list[psutil.Process]:
+        leader = psutil.Process(self._process.pid)
+        return [leader, *leader.children(recursive=True)]
+
+    def _cpu_s(self) -> float:
+        """CPU time of all its processes, to the nanosecond: psutil's counts clock ticks."""
+        return sum(time.clock_gettime(_cpu_clock(process.pid)) for process in self._tree())
+
+
+def _cpu_clock(pid: int) -> int:
+    """The clock id that `clock_getcpuclockid` gives on Linux, which Python does not wrap."""
+    return ((~pid) << 3) | 2
+
+
+def _peak_rss_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0  # a process that has just ended
+
+
+@contextlib.contextmanager
+def loaded(contenders: Sequence[Contender], settings: Settings) -> Iterator[list[ContenderProcess]]:
+    """All contenders with one model in memory, one loaded after the other. Ends them all."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for contender in contenders:
+            log = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            process = ContenderProcess(contender, settings, log)
+            stack.callback(process.end)
+            processes.append(process)
+        yield processes

@@ -1,0 +1,58 @@
+"""The examples do what the README says of them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE_TIMEOUT_S = 100
+
+pytestmark = pytest.mark.e2e
+
+
+def run(*arguments: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=EXAMPLE_TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_demo_prints_an_answer_and_a_receipt() -> None:
+    out = run("examples/demo.py")
+    assert "you    Tell me a story about a fox and a lantern." in out
+    answer = out.split("model  ", 1)[1].split("receipt")[0]
+    assert len(answer.split()) > 50
+    receipt = out.split("receipt", 1)[1]
+    moved = re.search(r"KV moved ([\d,]+) bytes by shm in [\d.]+ ms: [\d.]+ GB/s", receipt)
+    assert moved is not None
+    assert int(moved[1].replace(",", "")) > 0
+    assert "prefill-0" in receipt
+    assert "decode-0" in receipt
+
+
+def test_offline_example_equals_the_one_process_engine() -> None:
+    prompt = "Once upon a time there was a small fox"
+    out = run("examples/offline_di.py", "--prompt", prompt)
+    whole = run(
+        "-c",
+        "from neuron_di import LLM, SamplingParams\n"
+        "with LLM('examples/models/tiny-tales', threads=1) as llm:\n"
+        f"    answer, = llm.generate([{prompt!r}], SamplingParams(temperature=0, max_tokens=80))\n"
+        "    print(repr(answer.text))",
+    )
+    first = re.search(r"^prefill ('.*'|\".*\")$", out, re.MULTILINE)
+    rest = re.search(r"^decode  ('.*'|\".*\")$", out, re.MULTILINE)
+    assert first is not None
+    assert rest is not None
+    assert "handed over" in out
+    joined = first[1][1:-1] + rest[1][1:-1]
+    assert joined.replace("\\'", "'") == whole.strip()[1:-1].replace("\\'", "'")
