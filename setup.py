@@ -26,7 +26,11 @@ setup(
         Extension(
             "neuron_di_bindings._cpu_kernels",
             [f"{_FOLDER}/cpu_kernels.c"],
-            depends=[f"{_FOLDER}/cpu_decode_step.inc.c", f"{_FOLDER}/cpu_vector.inc.c"],
+            depends=[
+                f"{_FOLDER}/cpu_decode_step.inc.c",
+                f"{_FOLDER}/cpu_chunk_attention.inc.c",
+                f"{_FOLDER}/cpu_vector.inc.c",
+            ],
             extra_compile_args=["-std=gnu11", "-O2", "-g0", "-fno-math-errno", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             libraries=["m"],

@@ -1,4 +1,7 @@
-"""The CPU backend: torch for prefill, compiled kernels for decode. The reference for all others."""
+"""The CPU backend: torch for prefill, compiled kernels for its attention and for decode.
+
+The reference for all others.
+"""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -12,7 +15,14 @@ from neuron_di.backends.backend import LayerHook
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.kv import KvPool
-from neuron_di.models import LayerWeights, ModelWeights, Transformer, load_weights
+from neuron_di.models import (
+    AttendChunk,
+    LayerWeights,
+    ModelWeights,
+    TorchAttention,
+    Transformer,
+    load_weights,
+)
 from neuron_di.obs import get_logger
 from neuron_di.types import BlockId
 from neuron_di_bindings import cpu_kernels
@@ -44,8 +54,12 @@ class CpuBackend:
         # A request cannot be longer than the pool, whatever the model's context.
         num_positions = min(spec.context_tokens, options.num_blocks * self.layout.block_size)
         angle_tables = spec.rope.angle_tables(spec.head_dim, num_positions)
-        self._transformer = Transformer(spec, weights, angle_tables, self.pool.tensor())
         self._decoder = _open_decoder(options, weights, angle_tables, self.pool)
+        pool = self.pool.tensor()
+        attend: AttendChunk = TorchAttention(pool, spec.sliding_window)
+        if self._decoder is not None and self.layout.dtype == "float32":
+            attend = self._attend_by_kernel  # in 16 bits torch may use the matrix unit
+        self._transformer = Transformer(spec, weights, angle_tables, pool, attend)
 
     def prefill(self, chunk: PrefillChunk, after_layer: LayerHook | None = None) -> Tensor | None:
         request = chunk.request
@@ -72,6 +86,16 @@ class CpuBackend:
             logits_BV.numpy(),
         )
         return logits_BV
+
+    def _attend_by_kernel(
+        self, layer: int, query_THD: Tensor, start: int, table_N: Tensor
+    ) -> Tensor:
+        assert self._decoder is not None
+        out_THD = torch.empty(query_THD.shape)
+        self._decoder.attend_chunk(
+            layer, query_THD.numpy(), out_THD.numpy(), start=start, block_table=table_N.numpy()
+        )
+        return out_THD.flatten(1)
 
     def _decode_one_by_one(self, batch: DecodeBatch) -> Tensor:
         """Without the kernels: each request alone, so that a row cannot depend on the others."""

@@ -1,5 +1,6 @@
 """Model families: what a checkpoint says of itself, its weights, and the decoder."""
 
+from neuron_di.models.attention import AttendChunk, TorchAttention
 from neuron_di.models.checkpoint import (
     LoadProgress,
     checkpoint_digest,
@@ -12,11 +13,13 @@ from neuron_di.models.transformer import Transformer
 from neuron_di.models.weights import LayerWeights, ModelWeights
 
 __all__ = [
+    "AttendChunk",
     "LayerWeights",
     "LoadProgress",
     "ModelSpec",
     "ModelWeights",
     "RopeSpec",
+    "TorchAttention",
     "Transformer",
     "checkpoint_digest",
     "load_weights",

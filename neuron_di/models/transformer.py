@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neuron_di.models.attention import AttendChunk
 from neuron_di.models.rope import rotate_
 from neuron_di.models.spec import ModelSpec
 from neuron_di.models.weights import LayerWeights, ModelWeights
@@ -18,24 +19,22 @@ from neuron_di.types import BlockId
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What all layers of one chunk share: its angles, where its KV goes, what it may look at."""
+    """What all layers of one chunk share: its angles, and where its KV goes."""
 
+    start: int
+    table_N: Tensor  # the request's blocks up to the chunk's end, int32
     cos_TR: Tensor
     sin_TR: Tensor
     block_T: Tensor  # pool block of each position
     slot_T: Tensor  # its place in that block
-    past_blocks: Tensor | None  # blocks to read keys from; None: the chunk sees itself only
-    first_key: int  # of what `past_blocks` hold, the keys to use
-    end_key: int
-    mask_TX: Tensor | None  # [T, keys] 0 or -inf; None: every key is seen, or causally
-    is_causal: bool
 
 
 class Transformer:
     """Computes with one worker's weights on its KV pool; owns neither.
 
     `angle_tables` are `RopeSpec.angle_tables` for every position a request can reach.
-    `pool_NLCKSD` has the weights' dtype. Called by one thread.
+    `pool_NLCKSD` has the weights' dtype. `attend` is how a chunk's queries read it. Called by one
+    thread.
     """
 
     def __init__(
@@ -44,11 +43,13 @@ class Transformer:
         weights: ModelWeights,
         angle_tables: tuple[Tensor, Tensor],
         pool_NLCKSD: Tensor,
+        attend: AttendChunk,
     ) -> None:
         assert pool_NLCKSD.dtype == weights.embedding.dtype, "KV is kept in the compute dtype"
         self._spec = spec
         self._weights = weights
         self._pool_NLCKSD = pool_NLCKSD
+        self._attend = attend
         self._block_size = pool_NLCKSD.shape[4]
         self._cos_XR, self._sin_XR = angle_tables
 
@@ -86,32 +87,17 @@ class Transformer:
 
     def _plan_chunk(self, start: int, end: int, block_ids: Sequence[BlockId]) -> _Chunk:
         """Work out once what is the same for every layer."""
-        size, window = self._block_size, self._spec.sliding_window
+        size = self._block_size
         positions_T = torch.arange(start, end)
         dtype = self._pool_NLCKSD.dtype
-        table = torch.tensor(block_ids[: -(-end // size)])
-        lowest = 0 if window is None else max(0, start - window + 1)
-        first_block = lowest // size
-        is_first_chunk = start == 0
-        mask_TX = None
-        fits_window = window is None or end <= window
-        if end - start > 1 and not (is_first_chunk and fits_window):
-            keys_X = torch.arange(lowest, end)
-            is_hidden = keys_X > positions_T[:, None]
-            if window is not None:
-                is_hidden |= keys_X <= positions_T[:, None] - window
-            # Additive: a boolean one would be converted again in every layer.
-            mask_TX = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, -torch.inf)
+        table_N = torch.tensor(block_ids[: -(-end // size)], dtype=torch.int32)
         return _Chunk(
+            start=start,
+            table_N=table_N,
             cos_TR=self._cos_XR[start:end].to(dtype),
             sin_TR=self._sin_XR[start:end].to(dtype),
-            block_T=table[positions_T // size],
+            block_T=table_N[positions_T // size],
             slot_T=positions_T % size,
-            past_blocks=None if is_first_chunk else table[first_block:],
-            first_key=lowest - first_block * size,
-            end_key=end - first_block * size,
-            mask_TX=mask_TX,
-            is_causal=is_first_chunk and mask_TX is None,
         )
 
     def _add_attention_(
@@ -130,23 +116,10 @@ class Transformer:
             kv_TCKD[:, 0].copy_(self._norm(kv_TCKD[:, 0], layer.k_norm))
         rotate_(qkv_TXD[:, : spec.num_heads + spec.num_kv_heads], chunk.cos_TR, chunk.sin_TR)
 
-        pool_NCKSD = self._pool_NLCKSD[:, number]
-        pool_NCKSD.permute(0, 3, 1, 2, 4)[chunk.block_T, chunk.slot_T] = kv_TCKD
-        if chunk.past_blocks is None:
-            kv_CKTD = kv_TCKD.permute(1, 2, 0, 3)
-        else:
-            # One copy: the blocks' positions become contiguous for each head.
-            kv_CKNSD = pool_NCKSD.permute(1, 2, 0, 3, 4).index_select(2, chunk.past_blocks)
-            kv_CKTD = kv_CKNSD.flatten(2, 3)[:, :, chunk.first_key : chunk.end_key]
-        attended_HTD = F.scaled_dot_product_attention(
-            query_THD.transpose(0, 1)[None],
-            kv_CKTD[None, 0],
-            kv_CKTD[None, 1],
-            attn_mask=chunk.mask_TX,
-            is_causal=chunk.is_causal,
-            enable_gqa=True,
-        )[0]
-        _add_product_(hidden_TE, attended_HTD.transpose(0, 1).flatten(1), layer.out, layer.out_bias)
+        pool_NSCKD = self._pool_NLCKSD[:, number].permute(0, 3, 1, 2, 4)
+        pool_NSCKD[chunk.block_T, chunk.slot_T] = kv_TCKD
+        attended_TX = self._attend(number, query_THD, chunk.start, chunk.table_N)
+        _add_product_(hidden_TE, attended_TX, layer.out, layer.out_bias)
 
     def _add_mlp_(self, hidden_TE: Tensor, layer: LayerWeights) -> None:
         normed_TE = self._norm(hidden_TE, layer.post_norm)

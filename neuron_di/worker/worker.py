@@ -174,9 +174,9 @@ class Worker:
 
     def _connect_to_peers(self, transfer: ShmEngine) -> NeuronConnector:
         options, model = self._options, self._model
-        if options.role == "decode" and options.static_peer is not None:
-            if not options.static_peer.rpartition(":")[2].isdigit():
-                raise ConfigError("a decode worker's --static-peer is a signal address, HOST:PORT")
+        static_port = (options.static_peer or ":0").rpartition(":")[2]
+        if options.role == "decode" and not static_port.isdigit():
+            raise ConfigError("a decode worker's --static-peer is a signal address, HOST:PORT")
         local = LocalWorker(
             worker_id=self.worker_id,
             incarnation=model.incarnation,

@@ -348,6 +348,10 @@ FUNCTION void NAME(decode_step)(const Decoder *d, const Step *step, const Buffer
     NAME(linear)(&lm_head, step->batch, share_of(share, d->num_vocab));
 }
 
+#if DTYPE == FLOAT32
+#include "cpu_chunk_attention.inc.c"
+#endif
+
 #undef vec
 #undef bits
 #undef half

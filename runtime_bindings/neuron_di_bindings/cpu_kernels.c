@@ -1,4 +1,5 @@
-/* The decode step on CPU, and the copy of KV blocks; called by cpu_kernels.py through ctypes.
+/* The decode step and prefill's attention on CPU, and the copy of KV blocks; called by
+ * cpu_kernels.py through ctypes.
  *
  * Promise: a row of the batch depends on its own request only, bit for bit. Every sum has one
  * vector accumulator and runs over its elements in order, whatever the batch size, the tile or
@@ -46,12 +47,29 @@ typedef struct {
     float *logits;                     /* [B, num_vocab] */
 } Step;
 
+/* Positions [start, start + count) of one request, in one layer. Float32 models only. */
+typedef struct {
+    int64_t layer, start, count, query_stride, num_threads;
+    const float *queries;       /* [count, H, D], positions query_stride apart */
+    const int32_t *block_table; /* of the request's blocks */
+    float *out;                 /* [count, H, D] */
+    void *workspace;            /* chunk_workspace_bytes() */
+} Chunk;
+
 /* Each holds B rows, row_stride() of their size apart. */
 typedef struct {
     float *hidden, *normed, *qkv, *attended, *gate_up;
     float *scores; /* one [H / K, score_stride] for each thread */
     int64_t score_stride;
 } Buffers;
+
+typedef struct {
+    float *packed;                /* [K, num_keys / panel, D, panel] */
+    int64_t first_key, num_keys;  /* num_keys is whole groups */
+    int64_t tile_positions, tile_rows;
+    float *scratch; /* one of scratch_size for each thread */
+    int64_t scratch_size;
+} ChunkBuffers;
 
 /* One thread's part of the work. */
 typedef struct {
@@ -63,9 +81,16 @@ typedef struct {
 } Range;
 
 /* A caller built for other structs would crash: it compares these first. */
-const int64_t struct_bytes[] = {sizeof(Layer), sizeof(Decoder), sizeof(Step)};
+const int64_t struct_bytes[] = {sizeof(Layer), sizeof(Decoder), sizeof(Step), sizeof(Chunk)};
 
-enum { CACHE_LINE = 64, CACHE_LINE_FLOATS = CACHE_LINE / sizeof(float) };
+enum {
+    CACHE_LINE = 64,
+    CACHE_LINE_FLOATS = CACHE_LINE / sizeof(float),
+    KEY_GROUP = 512, /* keys whose scores of one tile stay in cache: whole panels */
+    SCORE_STRIDE = KEY_GROUP + 16, /* one cache line more: see row_stride() */
+    TILE_ROWS = 48,  /* about; whole positions, then whole groups of rows */
+    ROW_GROUP = 24,  /* a multiple of what any instruction set computes at a time */
+};
 
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -79,6 +104,23 @@ static int64_t row_stride(int64_t size) {
 
 static Range share_of(Share share, int64_t total) {
     return (Range){total * share.index / share.count, total * (share.index + 1) / share.count};
+}
+
+/* The first position that `position` sees. */
+static int64_t first_seen(const Decoder *d, int64_t position) {
+    return d->window ? max64(0, position + 1 - d->window) : 0;
+}
+
+/* A chunk's key, and its value, at one position in the pool. */
+static const float *key_of(const Decoder *d, const Chunk *c, int64_t kv_head, int64_t position) {
+    const int64_t S = d->block_size, D = d->head_dim, K = d->num_kv_heads;
+    const int64_t block = c->block_table[position / S];
+    return (const float *)d->pool +
+           (((block * d->num_layers + c->layer) * 2 * K + kv_head) * S + position % S) * D;
+}
+
+static const float *value_of(const Decoder *d, const Chunk *c, int64_t kv_head, int64_t position) {
+    return key_of(d, c, kv_head + d->num_kv_heads, position);
 }
 
 /* Every thread of the step has come here. No effect with one thread. */
@@ -184,6 +226,53 @@ void decode_step(const Decoder *decoder, const Step *step) {
     }
 #endif
     run(decoder, step, &buffers, (Share){0, 1});
+}
+
+typedef void ChunkFunction(const Decoder *, const Chunk *, const ChunkBuffers *, Share);
+
+static ChunkFunction *const chunk_functions[] = {
+    PASTE_(attend_chunk, plain, 0),
+#if defined(__x86_64__)
+    PASTE_(attend_chunk, avx2, 0),
+    PASTE_(attend_chunk, avx512, 0),
+#endif
+};
+
+static float *lay_out_chunk(const Decoder *d, const Chunk *c, float *start, ChunkBuffers *buffers) {
+    const int64_t heads = d->num_heads / d->num_kv_heads, D = d->head_dim;
+    const int64_t first = first_seen(d, c->start), groups_end = c->start + c->count - first;
+    buffers->first_key = first;
+    buffers->num_keys = (groups_end + KEY_GROUP - 1) / KEY_GROUP * KEY_GROUP;
+    buffers->tile_positions = max64(1, TILE_ROWS / heads);
+    const int64_t rows = buffers->tile_positions * heads;
+    buffers->tile_rows = (rows + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP;
+    buffers->packed = start;
+    buffers->scratch = start + d->num_kv_heads * buffers->num_keys * D;
+    buffers->scratch_size = row_stride(buffers->tile_rows * (2 * D + SCORE_STRIDE + 2));
+    return buffers->scratch + c->num_threads * buffers->scratch_size;
+}
+
+/* Bytes of workspace for a chunk that ends where this one ends. */
+int64_t chunk_workspace_bytes(const Decoder *decoder, const Chunk *chunk) {
+    ChunkBuffers buffers;
+    float *const start = (float *)(uintptr_t)CACHE_LINE;
+    return (char *)lay_out_chunk(decoder, chunk, start, &buffers) - (char *)start + CACHE_LINE;
+}
+
+/* Attends the chunk's queries over the request's keys and values, its own included. */
+void attend_chunk(const Decoder *decoder, const Chunk *chunk) {
+    ChunkFunction *const run = chunk_functions[decoder->isa];
+    const uintptr_t start = ((uintptr_t)chunk->workspace + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+    ChunkBuffers buffers;
+    lay_out_chunk(decoder, chunk, (float *)start, &buffers);
+#ifdef _OPENMP
+    if (chunk->num_threads > 1) {
+#pragma omp parallel num_threads(chunk->num_threads)
+        run(decoder, chunk, &buffers, (Share){omp_get_thread_num(), omp_get_num_threads()});
+        return;
+    }
+#endif
+    run(decoder, chunk, &buffers, (Share){0, 1});
 }
 
 /* Copies block src_ids[i] of `src` to block dst_ids[i] of `dst`; a run of neighbours at once.

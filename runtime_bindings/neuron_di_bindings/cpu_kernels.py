@@ -103,6 +103,20 @@ class _Step(ctypes.Structure):
     )
 
 
+class _Chunk(ctypes.Structure):
+    _fields_ = (
+        ("layer", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("query_stride", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+        ("queries", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+    )
+
+
 class CpuKernels:
     """The loaded library. Get it from `load()`."""
 
@@ -110,8 +124,11 @@ class CpuKernels:
         self._library = library
         for function in (library.decode_step, library.workspace_bytes):
             function.argtypes = (ctypes.POINTER(_Decoder), ctypes.POINTER(_Step))
-        library.decode_step.restype = None
+        for function in (library.attend_chunk, library.chunk_workspace_bytes):
+            function.argtypes = (ctypes.POINTER(_Decoder), ctypes.POINTER(_Chunk))
+        library.decode_step.restype = library.attend_chunk.restype = None
         library.workspace_bytes.restype = ctypes.c_int64
+        library.chunk_workspace_bytes.restype = ctypes.c_int64
         library.copy_blocks.argtypes = (ctypes.c_void_p,) * 4 + (ctypes.c_int64,) * 2
         library.copy_blocks.restype = None
         library.num_isas.restype = ctypes.c_int64
@@ -144,6 +161,12 @@ class CpuKernels:
 
     def decode_step(self, decoder: _Decoder, step: _Step) -> None:
         self._library.decode_step(decoder, step)
+
+    def chunk_workspace_bytes(self, decoder: _Decoder, chunk: _Chunk) -> int:
+        return int(self._library.chunk_workspace_bytes(decoder, chunk))
+
+    def attend_chunk(self, decoder: _Decoder, chunk: _Chunk) -> None:
+        self._library.attend_chunk(decoder, chunk)
 
 
 class CpuDecoder:
@@ -218,11 +241,56 @@ class CpuDecoder:
         _check_range("block id", block_tables, shape.num_blocks)
         num_positions = min(shape.num_positions, max_blocks * shape.block_size)
         _check_range("position", positions, num_positions)
-        size_bytes = self._kernels.workspace_bytes(self._decoder, step)
+        step.workspace = self._room(self._kernels.workspace_bytes(self._decoder, step))
+        self._kernels.decode_step(self._decoder, step)
+
+    def attend_chunk(
+        self,
+        layer: int,
+        queries: NDArray[np.float32],
+        out: NDArray[np.float32],
+        *,
+        start: int,
+        block_table: NDArray[np.int32],
+    ) -> None:
+        """Attend a chunk of one prompt over the pool, in one layer of a float32 model.
+
+        queries [T, H, D], the positions [start, start + T), contiguous but for the first
+        dimension; out [T, H, D], written; block_table, the request's blocks in order. The KV of
+        [0, start + T) must be in the pool. ValueError when an array does not fit.
+        """
+        shape = self._shape
+        count = len(queries)
+        if self._decoder.dtype != 0:
+            raise ValueError("chunks are attended in float32 only")
+        if queries.shape[1:] != (shape.num_heads, shape.head_dim) or queries.strides[1:] != (
+            shape.head_dim * 4,
+            4,
+        ):
+            raise ValueError(f"queries of shape {queries.shape} and strides {queries.strides}")
+        if not 0 <= layer < shape.num_layers or not 0 < count <= 1 << 30 or start < 0:
+            raise ValueError(f"layer {layer}, positions {start} to {start + count}")
+        if start + count > len(block_table) * shape.block_size:
+            raise ValueError("the block table is too short for the chunk")
+        _check_range("block id", block_table, shape.num_blocks)
+        chunk = _Chunk(
+            layer,
+            start,
+            count,
+            queries.strides[0] // 4,
+            self._num_threads,
+            int(queries.ctypes.data),
+            _address(block_table, np.int32, (len(block_table),)),
+            _address(out, np.float32, (count, shape.num_heads, shape.head_dim)),
+        )
+        chunk.workspace = self._room(self._kernels.chunk_workspace_bytes(self._decoder, chunk))
+        self._kernels.attend_chunk(self._decoder, chunk)
+
+    def _room(self, size_bytes: int) -> int:
+        """The address of that much workspace. It grows, and is never given back."""
         if len(self._workspace) < size_bytes:
             self._workspace = np.empty(size_bytes, np.uint8)
-        step.workspace = self._workspace.ctypes.data
-        self._kernels.decode_step(self._decoder, step)
+        return int(self._workspace.ctypes.data)
 
 
 def _check_range(name: str, values: NDArray[np.int32], end: int) -> None:
@@ -254,10 +322,10 @@ def load() -> CpuKernels:
         raise KernelsNotBuilt(f"the compiled CPU kernels are not built: {_MEND}")
     try:
         library = ctypes.CDLL(str(path))
-        built_for = list((ctypes.c_int64 * 3).in_dll(library, "struct_bytes"))
+        built_for = list((ctypes.c_int64 * 4).in_dll(library, "struct_bytes"))
     except (OSError, ValueError) as error:
         raise KernelsNotBuilt(f"{path} cannot be loaded ({error}): {_MEND}") from error
-    if built_for != [ctypes.sizeof(struct) for struct in (_Layer, _Decoder, _Step)]:
+    if built_for != [ctypes.sizeof(struct) for struct in (_Layer, _Decoder, _Step, _Chunk)]:
         raise KernelsNotBuilt(f"{path} was built from other sources: {_MEND}")
     return CpuKernels(library)
 

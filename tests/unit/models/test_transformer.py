@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from neuron_di.models import ModelSpec, Transformer, load_weights
+from neuron_di.models import ModelSpec, TorchAttention, Transformer, load_weights
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.types import BlockId
 
@@ -25,7 +25,8 @@ def open_transformer(folder: Path, dtype: str = "float32") -> tuple[Transformer,
     # What was not written must never be read: NaN would spread into the logits.
     pool = torch.full((NUM_BLOCKS, *shape), float("nan"), dtype=getattr(torch, dtype))
     tables = spec.rope.angle_tables(spec.head_dim, len(BLOCK_IDS) * BLOCK_SIZE)
-    return Transformer(spec, weights, tables, pool), pool
+    attend = TorchAttention(pool, spec.sliding_window)
+    return Transformer(spec, weights, tables, pool, attend), pool
 
 
 def hf_logits(folder: Path, token_ids: list[int], dtype: str = "float32") -> torch.Tensor:
