@@ -25,8 +25,14 @@ from neuron_di.transfer.transfer_engine import BlockSource, TransferToken
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import Region, ShmRegion
 from neuron_di_bindings import block_copy
+from neuron_di_bindings.process import lower_thread_priority
 
 _log = get_logger(__name__)
+
+
+# A worker pinned to one core copies and decodes there: running streams go first, and a large
+# copy is spread over several steps.
+COPY_NICE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,7 @@ class ShmEngine:
         self._thread.join()
 
     def _run(self) -> None:
+        lower_thread_priority(COPY_NICE)
         while (job := self._jobs.get()) is not None:
             start_s = now_s()
             try:

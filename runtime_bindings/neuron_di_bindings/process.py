@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 
 _PR_SET_PDEATHSIG = 1
 
@@ -15,3 +16,8 @@ def end_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # it ended before the call above
         sys.exit(1)
+
+
+def lower_thread_priority(nice: int) -> None:
+    """Let this process's other threads go first where they share a core (Linux nice, 0 to 19)."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -5,13 +5,16 @@ the same user maps it through the owner's descriptor table, /proc/PID/fd/FD, rea
 size is sealed: a reader of pages that the owner cut off would be killed by SIGBUS.
 """
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import stat
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module of Python 3.11
+# Linux 5.14; not in the mmap module of Python 3.11.
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -44,7 +47,7 @@ def _populate(view: mmap.mmap) -> None:
 
 
 def open_peer_segment(pid: int, fd: int, size_bytes: int) -> mmap.mmap:
-    """Map another process's segment read-only. The caller owns the map.
+    """Map another process's segment read-only, every page of it. The caller owns the map.
 
     OSError when the process or descriptor is gone, is not this user's, or is not a memfd sealed
     at exactly this size: a peer's numbers must not make us open anything else.
@@ -61,6 +64,9 @@ def open_peer_segment(pid: int, fd: int, size_bytes: int) -> mmap.mmap:
             raise OSError(f"segment of process {pid} has {found.st_size} bytes, not {size_bytes}")
         if not fcntl.fcntl(local_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError(f"segment of process {pid} may shrink")
-        return mmap.mmap(local_fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        view = mmap.mmap(local_fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        with contextlib.suppress(OSError):  # an older kernel maps each page at its first read
+            view.madvise(_MADV_POPULATE_READ)
+        return view
     finally:
         os.close(local_fd)
