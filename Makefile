@@ -5,7 +5,7 @@ BIN  := $(VENV)/bin
 export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-optimised check format bench bench-engine bench-interference clean
+.PHONY: help demo test test-optimised check format bench-engine bench-interference clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22

@@ -83,6 +83,9 @@ def print_receipt(console: Console, receipt: dict[str, Any]) -> None:
     for column in ("worker", "did", "waited", "computed"):
         table.add_column(column, justify="left" if column in ("worker", "did") else "right")
     prefill, decode = receipt["prefill"], receipt["decode"]
+    if prefill is None or decode is None or not receipt["transfer_s"]:
+        console.print(receipt)  # an answer of one token moves nothing
+        return
     table.add_row(
         f"{prefill['worker_id']} (pid {prefill['pid']})",
         f"{receipt['num_prompt']} prompt tokens, token 0",

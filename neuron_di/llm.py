@@ -88,8 +88,10 @@ class LLM:
         num_left = len(requests)
         broken: NeuronDiError | None = None
         while num_left:
-            for event in self._events.get():
-                answer = answers[event.key]
+            for event in self._next_events(requests):
+                answer = answers.get(event.key)
+                if answer is None:
+                    continue  # of an earlier call that was interrupted
                 if isinstance(event, Emitted):
                     answer.text += event.token.text
                     answer.token_ids.append(event.token.token_id)
@@ -102,6 +104,14 @@ class LLM:
                     num_left -= 1
         if broken is not None:  # raised when all have ended: the next call starts afresh
             raise broken
+
+    def _next_events(self, requests: list[Request]) -> list[EngineEvent]:
+        try:
+            return self._events.get()
+        except BaseException:  # Ctrl-C: nobody waits for these any more
+            for request in requests:
+                self._engine.cancel(request.key)
+            raise
 
     def _request(self, prompt: str | list[int], sampling: SamplingParams) -> Request:
         tokenizer = self._model.tokenizer

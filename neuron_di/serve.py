@@ -153,6 +153,7 @@ class Fleet:
             drain_timeout_s=options.limits.drain_timeout_s,
             core=cores[index % len(cores)] if options.pin else None,
             parent_pid=os.getpid(),
+            num_siblings=len(self._roles()),
             engine=engine,
             log=options.log,
         )

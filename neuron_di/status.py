@@ -24,19 +24,19 @@ def show_status(url: str, *, as_json: bool) -> int:
     except (urllib.error.URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise PeerGone(f"no proxy answers at {url}: {reason}") from None
-    if as_json:
-        print(msgspec.json.format(body, indent=2).decode())
-        return 0
     try:
         report = msgspec.json.decode(body, type=StatusReport)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteProtocolError(f"{url} is not a neuron-di proxy: {error}") from None
-    _print_table(url, report)
+    if as_json:
+        print(msgspec.json.format(body, indent=2).decode())
+    else:
+        _print_table(url, report)
     return 0
 
 
 def _print_table(url: str, report: StatusReport) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     state = "draining" if report.proxy.is_draining else "serving"
     console.print(
         f"proxy {url} pid {report.proxy.pid} {state}, {report.proxy.num_running} requests running, "

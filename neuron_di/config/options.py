@@ -52,7 +52,7 @@ class EngineOptions:
         at_most=1 << 20,
     )
     waiting_max: int = option(
-        "requests that may wait in a worker; one more is refused",
+        "requests that may wait in a worker beside those it computes; one more is refused",
         default=256,
         at_least=1,
         at_most=1 << 20,
@@ -174,6 +174,9 @@ class WorkerOptions:
         "CPU core to pin the worker to; none lets the system choose", default=None, at_least=0
     )
     parent_pid: int | None = _parent_pid()
+    num_siblings: int = option(
+        "workers that start on this machine at the same time", default=1, at_least=1, hidden=True
+    )
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)
 

@@ -72,19 +72,30 @@ def weight_files(folder: Path) -> list[str]:
     return sorted(names)
 
 
+_DIGEST_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+
+
 def checkpoint_digest(folder: Path) -> str:
     """Equal on two workers that serve the same checkpoint, without reading all of it.
 
-    Covers config.json, tokenizer.json, and of every weights file the name, the size, the header
+    Covers what decides tokens and text, and of every weights file the name, the size, the header
     and evenly spread samples, so that two fine-tunes of one model differ.
     """
     digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json", *weight_files(folder)):
+    for name in (*_DIGEST_FILES, *weight_files(folder)):
         path = folder / name
+        if not path.exists():
+            continue
         size = path.stat().st_size
         digest.update(f"{name}:{size};".encode())
         with path.open("rb") as file:
-            if path.suffix == ".json":
+            if path.suffix != ".safetensors":
                 digest.update(file.read())
                 continue
             header_bytes = int.from_bytes(file.read(8), "little")

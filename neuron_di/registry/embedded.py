@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from neuron_di.clock import now_s
-from neuron_di.errors import PeerRefused
+from neuron_di.errors import LocalProtocolError, PeerRefused
 from neuron_di.registry.registry import (
     KeyChanged,
     KeyDeleted,
@@ -128,13 +128,15 @@ class EmbeddedRegistry:
                 await self._changed.wait()
 
     def check_integrity(self) -> None:
-        """Assert that keys and leases agree and no limit is exceeded."""
-        assert len(self._entries) <= KEYS_MAX, f"{len(self._entries)} keys"
-        assert len(self._leases) <= LEASES_MAX, f"{len(self._leases)} leases"
+        """Raise LocalProtocolError unless keys and leases agree and no limit is exceeded."""
+        if len(self._entries) > KEYS_MAX or len(self._leases) > LEASES_MAX:
+            raise LocalProtocolError(f"{len(self._entries)} keys, {len(self._leases)} leases")
         for key, entry in self._entries.items():
-            assert key in self._leases[entry.lease].keys, f"{key} is unknown to its lease"
+            if key not in self._leases[entry.lease].keys:
+                raise LocalProtocolError(f"{key} is unknown to its lease")
         num_held = sum(len(each.keys) for each in self._leases.values())
-        assert num_held == len(self._entries), f"{num_held} held, {len(self._entries)} keys"
+        if num_held != len(self._entries):
+            raise LocalProtocolError(f"{num_held} keys are held, {len(self._entries)} exist")
 
     def _drop(self, lease: LeaseId) -> None:
         for key in sorted(self._leases.pop(lease).keys):

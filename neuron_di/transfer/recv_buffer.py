@@ -36,6 +36,7 @@ from neuron_di.wire import (
     Done,
     FromDecode,
     Handshake,
+    Hold,
     KvMap,
     KvMapInit,
     LookupAll,
@@ -87,6 +88,7 @@ class RecvBuffer:
         self._welcome: asyncio.Future[Welcome] = self._loop.create_future()
         self._kv_map: asyncio.Future[KvMap] = self._loop.create_future()
         self._waiting: dict[Key, asyncio.Future[Ready]] = {}
+        self._held: set[Key] = set()  # from Ready to the end of the pull
         self._pulling: dict[Key, TransferToken] = {}
         self._broken: NeuronDiError | None = None
         self._last_heard_s = now_s()
@@ -124,6 +126,7 @@ class RecvBuffer:
             self._send(LookupAll(request_id=request_id, attempt=attempt))
             async with asyncio.timeout(deadline.remaining_s()):
                 ready: Ready = await future
+                self._held.add(key)
                 return ready
         except TimeoutError:
             self.abort(request_id, attempt, "the decode worker's deadline passed")
@@ -148,12 +151,15 @@ class RecvBuffer:
         )
         source = BlockSource(ready.block_ids, ready.generations)
         token = self._transfer.post_receive(self._peer.incarnation, source, block_ids)
+        if isinstance(error := token.error(), PeerGone):
+            self._break(error)  # no way to the peer's pool: the next request makes a new one
         self._pulling[key] = token
         token.on_done(lambda done: self._loop.call_soon_threadsafe(self._on_pulled, key, done))
         return token
 
     def abort(self, request_id: RequestId, attempt: int, reason: str) -> None:
         """Tell prefill that its KV is not wanted any more. A running copy ends by itself."""
+        self._held.discard((request_id, attempt))
         if self._broken is None:
             self._send(Abort(request_id=request_id, attempt=attempt, reason=reason))
 
@@ -228,7 +234,7 @@ class RecvBuffer:
             self._break(RemoteProtocolError(f"{self._peer.worker_id}: {message.reason}"))
         elif isinstance(message, Ready):
             self._on_ready(message)
-        elif isinstance(message, Never | Abort):
+        elif isinstance(message, Never):
             self._on_never((message.request_id, message.attempt), message.reason)
         elif isinstance(message, NotYet):
             pass  # Ready follows by itself
@@ -246,6 +252,7 @@ class RecvBuffer:
             )
 
     def _on_pulled(self, key: Key, token: TransferToken) -> None:
+        self._held.discard(key)
         if self._pulling.pop(key, None) is None or self._broken is not None:
             return
         request_id, attempt = key
@@ -262,6 +269,7 @@ class RecvBuffer:
             )
 
     def _ping(self) -> None:
+        self._pinger = self._loop.call_later(PING_INTERVAL_S, self._ping)
         silence_s = now_s() - self._last_heard_s
         if silence_s > self._silence_timeout_s:
             self._break(PeerGone(f"{self._peer.worker_id} said nothing for {silence_s:.1f} s"))
@@ -270,7 +278,8 @@ class RecvBuffer:
         self._send(Ping(sequence=self._num_pings))
         for request_id, attempt in self._waiting:  # a Ready may have been lost with a connection
             self._send(LookupAll(request_id=request_id, attempt=attempt))
-        self._pinger = self._loop.call_later(PING_INTERVAL_S, self._ping)
+        for request_id, attempt in self._held:
+            self._send(Hold(request_id=request_id, attempt=attempt))
 
     def _break(self, error: NeuronDiError) -> None:
         """The one end of this buffer: whoever waits gets the error, the socket closes."""

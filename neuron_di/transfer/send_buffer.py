@@ -29,6 +29,7 @@ from neuron_di.wire import (
     Done,
     FromPrefill,
     Handshake,
+    Hold,
     KvMap,
     KvMapInit,
     LookupAll,
@@ -126,7 +127,7 @@ class SendBuffer:
         entry = self.lookup_dict[(ready.request_id, ready.attempt)]
         assert entry.state is _State.EXPECTED
         entry.state, entry.ready = _State.PARKED, ready
-        entry.deadline = Deadline.after(self._kv_lease_s)
+        self._renew(entry)
         if entry.asker is not None:
             self._send(entry.asker, ready)
 
@@ -168,6 +169,8 @@ class SendBuffer:
             task.add_done_callback(self._accepting.discard)
         elif isinstance(message, LookupAll):
             self._on_lookup(peer, message)
+        elif isinstance(message, Hold):
+            self._on_hold(peer, message)
         elif isinstance(message, Pull):
             self._on_pull(peer, message)
         elif isinstance(message, Done):
@@ -233,17 +236,27 @@ class SendBuffer:
             raise RemoteProtocolError("this request was asked for by another worker")
         entry.asker = peer
         if entry.ready is not None:
+            self._renew(entry)
             self._send(peer, entry.ready)
         else:
             self._send(peer, NotYet(request_id=request_id, attempt=attempt))
 
+    def _on_hold(self, peer: Incarnation, message: Hold) -> None:
+        entry = self._entry_of(peer, message.request_id, message.attempt)
+        if entry is not None and entry.ready is not None:
+            self._renew(entry)
+
+    def _renew(self, entry: _Entry) -> None:
+        entry.deadline = Deadline.after(self._kv_lease_s)
+
     def _on_pull(self, peer: Incarnation, message: Pull) -> None:
         entry = self._entry_of(peer, message.request_id, message.attempt)
         if entry is None or entry.ready is None or entry.state is not _State.PARKED:
-            return  # too late or twice: Never or Abort is on its way, or the pull is running
+            return  # too late or twice: Never was sent when it ended, or the pull is running
         if len(message.block_ids) != len(entry.ready.block_ids):
             raise RemoteProtocolError("a pull for another number of blocks than were parked")
         entry.state = _State.PULLING
+        self._renew(entry)
         blocks = [BlockId(block_id) for block_id in entry.ready.block_ids]
         entry.send = self._transfer.post_send(peer, blocks)
 
@@ -275,7 +288,9 @@ class SendBuffer:
 
     def _entry_of(self, peer: Incarnation, request_id: RequestId, attempt: int) -> _Entry | None:
         entry = self.lookup_dict.get((request_id, attempt))
-        if entry is not None and entry.asker != peer:
+        if entry is None or entry.asker is None:
+            return None  # over here, or given up by the decode worker: nothing to change
+        if entry.asker != peer:
             raise RemoteProtocolError("this request belongs to another worker")
         return entry
 

@@ -17,6 +17,7 @@ from neuron_di.errors import (
     LocalProtocolError,
     NeuronDiError,
     PeerGone,
+    RemoteProtocolError,
     StaleIncarnation,
 )
 from neuron_di.kv import KvPool, PeerPool
@@ -82,9 +83,13 @@ class ShmEngine:
             return token
         # The ids come from another process: never read outside of what it registered.
         if len(source.block_ids) != len(block_ids) or len(source.generations) != len(block_ids):
-            token.complete(PeerGone("the prefill worker offered another number of blocks"))
+            token.complete(
+                RemoteProtocolError("the prefill worker offered another number of blocks")
+            )
         elif not all(0 <= block_id < peer_pool.num_blocks for block_id in source.block_ids):
-            token.complete(PeerGone("the prefill worker named a block outside of its pool"))
+            token.complete(
+                RemoteProtocolError("the prefill worker named a block outside of its pool")
+            )
         else:
             self._jobs.put(_Job(peer_pool, source, block_ids, token))
         return token

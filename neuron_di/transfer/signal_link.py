@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-from neuron_di.errors import ConfigError
+from neuron_di.errors import ConfigError, PeerGone
 from neuron_di.obs import get_logger
 from neuron_di.wire.codec import SIGNAL_BYTES_MAX
 
@@ -130,5 +130,9 @@ def connect_dealer(
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-    socket.connect(endpoint(host, port))
+    try:
+        socket.connect(endpoint(host, port))
+    except zmq.ZMQError as error:
+        socket.close()
+        raise PeerGone(f"no signal link can be at {host}:{port}: {error}") from None
     return socket

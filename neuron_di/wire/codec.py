@@ -10,7 +10,7 @@ from neuron_di.types import RequestId
 T = TypeVar("T")
 
 SIGNAL_BYTES_MAX = 8 << 20  # one message on the signal link, Ready of a million tokens included
-LEG_BYTES_MAX = 16 << 20  # one leg's HTTP body: the client's own body limit
+LEG_BYTES_MAX = (16 << 20) + (64 << 10)  # one leg's HTTP body: the client's, and our fields
 EVENT_BYTES_MAX = 1 << 20  # one line of a leg's answer
 
 # A request's id as it arrives. Workers remember many, so that none may be large.

@@ -62,6 +62,7 @@ class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Literal["chat", "completions"]
     prompt: msgspec.Raw  # chat: the `messages` array; completions: a string or a list of ids
     sampling: SamplingParams
+    context_tokens: int | None = None  # the smaller of both workers'; None: this worker's own
 
 
 class DecodeLeg(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +72,7 @@ class DecodeLeg(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     sampling: SamplingParams
     prefill: PeerAddress
+    context_tokens: int | None = None  # as in the prefill leg: both must count alike
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

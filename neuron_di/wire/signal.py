@@ -9,10 +9,11 @@
                      <-                 NotYet             prefill is not finished; Ready follows
                      <-                 Never              it failed, was cancelled, or is over
                      <-                 Ready              prompt ids, token 0, where the KV lies
+    Hold                 ->                            Ready is here, a slot is not: keep the KV
     Pull             ->                                    a slot is free: the transfer starts now
       (the transfer engine moves the blocks; two-sided engines post their sends on Pull)
     Done             ->                                    blocks arrived and verified; free them
-    Abort            <->                                   this request is over on my side
+    Abort                ->                                   this request is over on my side
     Ping             ->
                      <-                 Pong
 
@@ -45,7 +46,7 @@ Region = ShmRegion
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="handshake"):
     version: int
-    worker_id: WorkerId
+    worker_id: Annotated[WorkerId, msgspec.Meta(min_length=1, max_length=128)]
     incarnation: Incarnation
     expects: Incarnation  # the incarnation the sender was told to talk to
     model_digest: str
@@ -103,6 +104,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
         return f"Ready(request_id={self.request_id!r}, attempt={self.attempt})"
 
 
+class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
+    """Repeated between Ready and Done: extends the lease of the parked KV."""
+
+    request_id: BoundedRequestId
+    attempt: int
+
+
 class Pull(msgspec.Struct, frozen=True, kw_only=True, tag="pull"):
     request_id: BoundedRequestId
     attempt: int
@@ -134,8 +142,8 @@ class Malformed(msgspec.Struct, frozen=True, kw_only=True, tag="malformed"):
     reason: str
 
 
-FromDecode = Handshake | KvMapInit | LookupAll | Pull | Done | Abort | Ping
-FromPrefill = Welcome | Refused | KvMap | NotYet | Never | Ready | Abort | Pong | Malformed
+FromDecode = Handshake | KvMapInit | LookupAll | Hold | Pull | Done | Abort | Ping
+FromPrefill = Welcome | Refused | KvMap | NotYet | Never | Ready | Pong | Malformed
 
 from_decode_decoder: Decoder[FromDecode] = Decoder(
     FromDecode, bytes_max=SIGNAL_BYTES_MAX, as_json=False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from neuron_di.clock import Deadline
 from neuron_di.engine import Broken, Emitted, Ended, Engine, Key, StartTransfer
-from neuron_di.errors import KvMissing, RemoteProtocolError
+from neuron_di.errors import KvMissing, LocalProtocolError, RemoteProtocolError
 from neuron_di.kv import KvLayout
 from neuron_di.request import Request, check_sampling, resolve_max_tokens
 from neuron_di.transfer import NeuronConnector, RecvBuffer, TransferToken
@@ -44,7 +44,6 @@ class DecodeWorker:
         report: LegReport,
         *,
         num_vocab: int,
-        context_tokens: int,
     ) -> None:
         self._connector = connector
         self._layout = layout
@@ -52,7 +51,6 @@ class DecodeWorker:
         self._legs = legs
         self._report = report
         self._num_vocab = num_vocab
-        self._context_tokens = context_tokens
         self._loop = asyncio.get_running_loop()
         self._incoming: dict[Key, _Incoming] = {}
         self.engine = make_engine(self.start_transfer)
@@ -95,8 +93,12 @@ class DecodeWorker:
             token.complete(KvMissing("the leg ended before its transfer"))
             return
         # The request holds blocks for its whole answer; the prompt's KV fills the first ones.
-        pulled = incoming.buffer.pull(incoming.ready, block_ids[: len(incoming.ready.block_ids)])
-        incoming.pulled = pulled
+        destination = block_ids[: len(incoming.ready.block_ids)]
+        try:
+            pulled = incoming.pulled = incoming.buffer.pull(incoming.ready, destination)
+        except Exception as error:  # a token that never ends would hold its blocks for ever
+            token.complete(LocalProtocolError(f"the pull failed: {type(error).__name__}"))
+            raise
 
         def on_done(done: TransferToken) -> None:
             token.kv_bytes, token.transfer_s = done.kv_bytes, done.transfer_s
@@ -120,7 +122,9 @@ class DecodeWorker:
             leg.attempt,
             prompt_ids=ready.prompt_ids,
             sampling=leg.sampling,
-            max_tokens=resolve_max_tokens(leg.sampling, num_prompt, self._context_tokens),
+            max_tokens=resolve_max_tokens(
+                leg.sampling, num_prompt, self._prompts.context_of(leg.context_tokens)
+            ),
             output=self._prompts.output_text(leg.sampling),
         )
         request.generated.append(ready.first_token)

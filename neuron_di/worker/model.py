@@ -21,7 +21,7 @@ from neuron_di.types import Incarnation, Role
 _log = get_logger(__name__)
 
 # Of the memory that is there, what a pool takes when nobody says how large it should be.
-_POOL_SHARE_DEFAULT = 8
+_POOL_SHARE_DEFAULT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +42,23 @@ def load_model(
     name: str | None,
     role: Role,
     options: EngineOptions,
+    *,
+    num_siblings: int = 1,
     on_progress: LoadProgress | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint for one worker. Blocks. Raises ConfigError or CheckpointError."""
+    """Load a checkpoint for one worker. Blocks. Raises ConfigError or CheckpointError.
+
+    `num_siblings` workers, this one included, share the memory that is free now.
+    """
+    available_bytes = available_memory_bytes() // num_siblings
     folder = resolve_checkpoint(model)
     spec = ModelSpec.from_folder(folder)
     tokenizer = Tokenizer.load(folder)
     dtype = "float32" if options.dtype == "auto" else options.dtype
     layout = spec.kv_layout(block_size=options.block_size, dtype=dtype)
-    num_blocks = _num_blocks(spec, layout, role, options)
+    num_blocks = _num_blocks(spec, layout, role, options, available_bytes)
     plan = plan_memory(spec, layout, num_blocks=num_blocks, chunk_tokens=options.chunk_tokens)
-    plan.require_fits(available_memory_bytes())
+    plan.require_fits(available_bytes)
     _log.info(
         "memory_planned",
         weights_bytes=plan.weights_bytes,
@@ -88,7 +94,9 @@ def load_model(
     )
 
 
-def _num_blocks(spec: ModelSpec, layout: KvLayout, role: Role, options: EngineOptions) -> int:
+def _num_blocks(
+    spec: ModelSpec, layout: KvLayout, role: Role, options: EngineOptions, available_bytes: int
+) -> int:
     """As told, else enough for a full batch of full contexts within a share of the memory."""
     if options.num_blocks is not None:
         return options.num_blocks
@@ -97,5 +105,5 @@ def _num_blocks(spec: ModelSpec, layout: KvLayout, role: Role, options: EngineOp
     batch = options.prefill_batch if role == "prefill" else options.decode_batch
     context = min(options.context_tokens or spec.context_tokens, spec.context_tokens)
     wanted = batch * layout.num_blocks_for(context)
-    share_bytes = available_memory_bytes() // _POOL_SHARE_DEFAULT
+    share_bytes = available_bytes // _POOL_SHARE_DEFAULT
     return max(1, min(wanted, share_bytes // layout.block_bytes))

@@ -30,7 +30,14 @@ def run_worker(options: WorkerOptions) -> None:
         if is_child:
             say(LaunchReport(event="loading", done_bytes=done_bytes, total_bytes=total_bytes))
 
-    model = load_model(options.model, options.model_name, options.role, options.engine, on_progress)
+    model = load_model(
+        options.model,
+        options.model_name,
+        options.role,
+        options.engine,
+        num_siblings=options.num_siblings,
+        on_progress=on_progress,
+    )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options, model))
 

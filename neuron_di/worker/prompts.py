@@ -24,7 +24,9 @@ class PromptReader:
         # The tokeniser runs without the interpreter lock; a long prompt must not stop the loop.
         prompt_ids = await loop.run_in_executor(None, self._prompt_ids, leg)
         check_sampling(leg.sampling, self._num_vocab)
-        max_tokens = resolve_max_tokens(leg.sampling, len(prompt_ids), self._context_tokens)
+        max_tokens = resolve_max_tokens(
+            leg.sampling, len(prompt_ids), self.context_of(leg.context_tokens)
+        )
         return Request(
             leg.request_id,
             leg.attempt,
@@ -33,6 +35,10 @@ class PromptReader:
             max_tokens=max_tokens,
             output=self.output_text(leg.sampling),
         )
+
+    def context_of(self, leg_context_tokens: int | None) -> int:
+        """Tokens that one request's prompt and answer may have together."""
+        return min(leg_context_tokens or self._context_tokens, self._context_tokens)
 
     def output_text(self, sampling: SamplingParams) -> OutputText:
         """Fresh output state: text starts with token 0, on whichever worker it is built."""

@@ -6,8 +6,9 @@ the client behind it, takes a request back.
 Next: neuron_di/worker/prefill_worker.py, neuron_di/worker/decode_worker.py
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
 from aiohttp import web
@@ -27,6 +28,8 @@ from neuron_di.worker.leg_report import failed
 from neuron_di.worker.worker import Worker
 
 _log = get_logger(__name__)
+
+ALIVE_INTERVAL_S = 5.0
 
 LegT = TypeVar("LegT")
 RunLeg = Callable[[LegT], AsyncGenerator[LegEvent, None]]
@@ -66,7 +69,7 @@ def _leg_handler(
                 raise CapacityError("this worker is draining")
             leg = decoder.decode(await request.read())
             await answer.prepare(request)
-            async with aclosing(run(leg)) as events:
+            async with _kept_alive(answer), aclosing(run(leg)) as events:
                 async for event in events:
                     await answer.write(encode_json(event) + b"\n")
         except NeuronDiError as error:
@@ -80,6 +83,23 @@ def _leg_handler(
         return answer
 
     return handle
+
+
+@asynccontextmanager
+async def _kept_alive(answer: web.StreamResponse) -> AsyncIterator[None]:
+    """Write an empty line now and then: a request that queues is not a worker that died."""
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(ALIVE_INTERVAL_S)
+            await answer.write(b"\n")
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()
+        await asyncio.wait([beating])
 
 
 async def _fail(request: web.Request, answer: web.StreamResponse, error: NeuronDiError) -> None:

@@ -44,7 +44,9 @@ class Worker:
         self._started_unix_s = unix_s()
         self.worker_id = WorkerId(options.worker_id or f"{options.role}-{model.incarnation[:8]}")
         self.api_port = options.port
-        self.legs = LiveLegs(options.engine.waiting_max)
+        limits = options.engine
+        batch = limits.prefill_batch if options.role == "prefill" else limits.decode_batch
+        self.legs = LiveLegs(limits.waiting_max + batch)
         self.prefill: PrefillWorker | None = None
         self.decode: DecodeWorker | None = None
         self.combined: CombinedWorker | None = None
@@ -168,7 +170,6 @@ class Worker:
             self.legs,
             report,
             num_vocab=self._model.backend.num_vocab,
-            context_tokens=self._model.context_tokens,
         )
         return decode, self.decode.engine
 

@@ -152,9 +152,9 @@ class Proxy(Quart):
 
     async def _generate(self, read: Callable[[bytes], ClientRequest]) -> Response:
         request = _this_request()
+        request.cleanup.enter_context(self.admission.admit())  # bodies take memory, too
         body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
         wanted = read(body)
-        request.cleanup.enter_context(self.admission.admit())
         route = self._router.pick(wanted.model)
         record = _record(request.request_id, wanted.model, route)
         answering = Answering(

@@ -35,12 +35,16 @@ async def run_request(
     Raises the first failure of a leg that the request cannot do without. However it ends,
     also when it is closed early, no leg stays open.
     """
+    context_tokens = None
+    if isinstance(route, Pair):
+        context_tokens = min(route.prefill.context_tokens, route.decode.context_tokens)
     leg = PrefillLeg(
         request_id=record.request_id,
         attempt=record.attempt,
         endpoint=request.endpoint,
         prompt=request.prompt,
         sampling=request.sampling,
+        context_tokens=context_tokens,
     )
     if isinstance(route, Pair):
         decode_leg = DecodeLeg(
@@ -48,6 +52,7 @@ async def run_request(
             attempt=record.attempt,
             sampling=request.sampling,
             prefill=route.prefill.peer_address(),
+            context_tokens=context_tokens,
         )
         prefill = client.open_leg(route.prefill, "prefill", leg)
         decode = client.open_leg(route.decode, "decode", decode_leg)

@@ -3,12 +3,14 @@
 import asyncio
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 import aiohttp
+from msgspec import structs
 
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.obs import get_logger
-from neuron_di.wire import WorkerRecord, status_decoder
+from neuron_di.wire import RECORD_BYTES_MAX, WorkerRecord, status_decoder
 
 _log = get_logger(__name__)
 
@@ -56,9 +58,15 @@ class StaticDirectory:
     async def _ask(self, url: str) -> None:
         try:
             async with self._session.get(f"{url}/status") as response:
-                record = status_decoder.decode(await response.read()).record
+                if response.status != 200:
+                    raise RemoteProtocolError(f"HTTP status {response.status}")
+                body = await response.content.read(RECORD_BYTES_MAX + 1)
+                record = status_decoder.decode(body).record
         except (aiohttp.ClientError, TimeoutError, RemoteProtocolError) as error:
             if self._workers.pop(url, None) is not None:
                 _log.warning("worker_lost", url=url, reason=type(error).__name__)
         else:
-            self._workers[url] = record
+            # Legs go where the operator said; the worker may know itself by another name.
+            parts = urlsplit(url)
+            host, port = parts.hostname or record.host, parts.port or 80
+            self._workers[url] = structs.replace(record, host=host, api_port=port)

@@ -95,7 +95,8 @@ class Leg:
         try:
             async with asyncio.timeout(END_OF_LEG_TIMEOUT_S):
                 rest = self._partial + b"".join(self._lines)
-                rest = rest or await self._response.content.readany()
+                while chunk := await self._response.content.readany():
+                    rest += chunk.strip()  # empty lines only say that the worker is alive
         except TimeoutError:
             self.close()
         else:

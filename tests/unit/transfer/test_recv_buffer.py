@@ -171,14 +171,6 @@ async def test_prefill_says_never(prefill, decode):
     assert not decode.buffer(prefill).is_broken
 
 
-async def test_abort_from_prefill_ends_the_lookup(bare, decode):
-    waiting = look_up(decode, bare.address)
-    await bare.hear(LookupAll)
-    bare.send(Abort(request_id=R, attempt=0, reason="shutting down"))
-    with pytest.raises(KvMissing, match="shutting down"):
-        await waiting
-
-
 async def test_the_deadline_of_a_lookup(prefill, decode):
     with pytest.raises(PeerTimeout, match="not ready"):
         await look_up(decode, prefill.address, timeout_s=0.1)

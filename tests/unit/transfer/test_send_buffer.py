@@ -253,6 +253,24 @@ async def test_the_lease_ends(cluster, monkeypatch):
     assert prefill.buffer.lookup_dict == {}
 
 
+async def test_a_held_request_outlives_its_lease(cluster, monkeypatch):
+    """Decode has no slot for longer than the lease: it says so, and the KV stays."""
+    monkeypatch.setattr("neuron_di.transfer.send_buffer.SWEEP_INTERVAL_S", 0.02)
+    monkeypatch.setattr("neuron_di.transfer.recv_buffer.PING_INTERVAL_S", 0.05)
+    prefill, decode = cluster.prefill(kv_lease_s=0.3), cluster.decode()
+    prefill.park()
+    ready = await decode.lookup(prefill)
+    held = prefill.buffer.lookup_dict[R, 0]
+    first_deadline = held.deadline
+    await until(lambda: first_deadline.has_passed())
+    await until(lambda: held.deadline.at_s > first_deadline.at_s + 0.3)
+    assert prefill.ended == []
+    assert prefill.buffer.lookup_dict[R, 0] is held
+    decode.buffer(prefill).abort(R, 0, "done with it")
+    await until(lambda: prefill.ended)
+    assert ready.request_id == R
+
+
 async def test_a_prefill_that_runs_longer_than_a_lease_keeps_its_asker(cluster, monkeypatch):
     monkeypatch.setattr("neuron_di.transfer.send_buffer.SWEEP_INTERVAL_S", 0.02)
     prefill = cluster.prefill(kv_lease_s=0.1)

@@ -14,6 +14,7 @@ from neuron_di.wire import (
     FromDecode,
     FromPrefill,
     Handshake,
+    Hold,
     KvMap,
     KvMapInit,
     LookupAll,
@@ -61,6 +62,7 @@ FROM_DECODE = [
     ),
     KvMapInit(region=REGION),
     LookupAll(request_id=R, attempt=0),
+    Hold(request_id=R, attempt=0),
     Pull(request_id=R, attempt=0, block_ids=[1, 2]),
     Done(request_id=R, attempt=0, kv_bytes=4096, transfer_s=0.5),
     ABORT,
@@ -73,7 +75,6 @@ FROM_PREFILL = [
     NotYet(request_id=R, attempt=0),
     Never(request_id=R, attempt=0, reason="why"),
     READY,
-    ABORT,
     Pong(sequence=1),
     Malformed(reason="why"),
 ]
