@@ -29,11 +29,13 @@ async def test_a_silent_leg_sends_empty_lines(monkeypatch: pytest.MonkeyPatch) -
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-        async with asyncio.timeout(10), aiohttp.ClientSession() as session:
-            async with session.get(url) as response:
-                assert [await response.content.readline() for _ in range(3)] == [b"\n"] * 3
-                goes_on.set()
-                rest = (await response.content.read()).replace(b"\n", b"")
-                assert rest == b"last"
+        async with (
+            asyncio.timeout(10),
+            aiohttp.ClientSession() as session,
+            session.get(url) as response,
+        ):
+            assert [await response.content.readline() for _ in range(3)] == [b"\n"] * 3
+            goes_on.set()
+            assert (await response.content.read()).replace(b"\n", b"") == b"last"
     finally:
         await runner.cleanup()
