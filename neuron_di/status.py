@@ -45,7 +45,7 @@ def _print_table(url: str, report: StatusReport) -> None:
     if not report.workers:
         console.print("no worker has announced itself")
         return
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("worker", "role", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("pid", "free", "blocks", "waiting", "running", "parked", "receiving"):
