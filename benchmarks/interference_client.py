@@ -91,6 +91,10 @@ class Client:
         first_s, done_s = stream.token_s[0], stream.token_s[-1]
         return Arrival(sent_s, first_s, done_s, receipt["prefill"]["prefill_s"])
 
+    async def receipt_of(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        """The receipt of one request, sent now and run to its end."""
+        return await self._receipt(await self.run_stream(prompt, max_tokens, Stream()))
+
     async def _receipt(self, answer_id: str) -> dict[str, Any]:
         async with self.session.get(f"{self.url}/v1/receipts/{answer_id}") as response:
             response.raise_for_status()

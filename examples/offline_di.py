@@ -64,6 +64,7 @@ def prefill_process(
             endpoint="completions",
             prompt=msgspec.Raw(msgspec.json.encode(prompt)),
             sampling=SAMPLING,
+            timeout_s=PEER_TIMEOUT_S,
         )
         text = ""
         async for event in worker.prefill.run(leg):
@@ -94,7 +95,11 @@ def decode_process(model: str, num_prompts: int, prefill: Connection, out: Conne
     async def decode(worker: Worker, index: int, peer: PeerAddress) -> str:
         assert worker.decode is not None
         leg = DecodeLeg(
-            request_id=RequestId(f"prompt-{index}"), attempt=0, sampling=SAMPLING, prefill=peer
+            request_id=RequestId(f"prompt-{index}"),
+            attempt=0,
+            sampling=SAMPLING,
+            prefill=peer,
+            timeout_s=PEER_TIMEOUT_S,
         )
         text = ""
         async for event in worker.decode.run(leg):

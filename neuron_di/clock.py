@@ -1,22 +1,60 @@
 """Time. The one module that imports `time`, so that a test can run on a clock of its own."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where all time of this process comes from."""
+
+    def monotonic_s(self) -> float: ...
+
+    def unix_s(self) -> float: ...
+
+    def sleep_s(self, duration_s: float) -> None: ...
+
+
+class _SystemClock:
+    def monotonic_s(self) -> float:
+        return time.monotonic()
+
+    def unix_s(self) -> float:
+        return time.time()
+
+    def sleep_s(self, duration_s: float) -> None:
+        time.sleep(duration_s)
+
+
+_clock: Clock = _SystemClock()
+
+
+@contextmanager
+def use_clock(clock: Clock) -> Iterator[None]:
+    """Run the block on another clock: for tests and simulations, which own their thread."""
+    global _clock
+    before, _clock = _clock, clock
+    try:
+        yield
+    finally:
+        _clock = before
 
 
 def now_s() -> float:
     """Seconds on a clock that never goes back. The same for every process of one host."""
-    return time.monotonic()
+    return _clock.monotonic_s()
 
 
 def unix_s() -> float:
     """Seconds since 1970, for people and for OpenAI's `created`."""
-    return time.time()
+    return _clock.unix_s()
 
 
 def sleep_s(duration_s: float) -> None:
     """Block this thread. Never call it on an event loop."""
-    time.sleep(duration_s)
+    _clock.sleep_s(duration_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +73,6 @@ class Deadline:
 
     def has_passed(self) -> bool:
         return now_s() >= self.at_s
+
+    def earlier_of(self, other: "Deadline") -> "Deadline":
+        return self if self.at_s <= other.at_s else other

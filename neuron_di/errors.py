@@ -11,12 +11,16 @@
     |  |- PeerGone            it cannot be reached, or closed the connection
     |  |- PeerTimeout         it did not answer before the deadline
     |  |- PeerRefused         it answered, and will not work with us (model, layout, version)
-    |  `- StaleIncarnation    the process it was is not the process it is
+    |  |- StaleIncarnation    the process it was is not the process it is
+    |  `- StaleAttempt        a later attempt at the same request is known
     |- KvError                KV cannot be used: recompute, never guess
     |  |- KvMissing           the owner does not have it, and never will
     |  |- KvExpired           its lease ended before it was pulled
-    |  `- KvChanged           it was overwritten while it was being read
+    |  |- KvChanged           it was overwritten while it was being read
+    |  `- KvCorrupt           its bytes or its identity are not what was promised
     |- CapacityError          503: no room now; retry later
+    |- DeadlinePassed         504: the time that the request had is over
+    |- WorkerFailed           a step of a worker's engine, or all of it, failed: try another
     `- LocalProtocolError     a bug of ours: fail the request, count it, keep serving
 
 An error carries who is at fault, whether another attempt may help, and the HTTP status
@@ -114,6 +118,13 @@ class StaleIncarnation(PeerError):
     code = "stale_incarnation"
 
 
+class StaleAttempt(PeerError):
+    """Raised when a later attempt at the same request has taken over."""
+
+    retryable = False
+    code = "stale_attempt"
+
+
 class KvError(NeuronDiError):
     """Raised when KV cannot be used."""
 
@@ -141,12 +152,32 @@ class KvChanged(KvError):
     code = "kv_changed"
 
 
+class KvCorrupt(KvError):
+    """Raised when received KV is not, byte for byte, what the request's prefill computed."""
+
+    code = "kv_corrupt"
+
+
 class CapacityError(NeuronDiError):
     """Raised when there is no room now. A later attempt may find some."""
 
     retryable = True
     http_status = 503
     code = "over_capacity"
+
+
+class DeadlinePassed(NeuronDiError):
+    """Raised when a request's own deadline passed. There is no time for another attempt."""
+
+    http_status = 504
+    code = "deadline_exceeded"
+
+
+class WorkerFailed(NeuronDiError):
+    """Raised when a worker could not compute a request. Another worker may."""
+
+    retryable = True
+    code = "worker_failed"
 
 
 class LocalProtocolError(NeuronDiError):

@@ -2,7 +2,9 @@
 
 import asyncio
 import signal
-from typing import Self
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn
@@ -48,35 +50,64 @@ class LoadProgress:
 
 
 async def serve_until_stopped(options: ServeOptions) -> int:
-    """Serve until SIGINT or SIGTERM, then drain. 1 when a process ended by itself."""
+    """Serve until SIGINT or SIGTERM, then drain; a second signal ends everything at once.
+
+    Returns the exit code: 1 when the fleet could not go on, 130 when the drain was cut short.
+    """
     console = Console(stderr=True, soft_wrap=True)  # an address stays in one piece
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stop, stop_at_once = _signals()
     with LoadProgress(console) as progress:
-        fleet = Fleet(options, progress.on_report)
+        fleet = Fleet(options, progress.on_report, partial(_say, console))
         starting = asyncio.create_task(fleet.__aenter__())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
-            await asyncio.wait({starting})
-            return 0
+            return await _end(asyncio.wait({starting}), fleet, stop_at_once)
         starting.result()
     lost = asyncio.create_task(fleet.wait_lost())
+    code = 0
     try:
         _say_ready(console, fleet)
         await asyncio.wait({lost, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
-            console.print(f"[red]{lost.result()} ended by itself; stopping[/red]")
-            return 1
-        console.print("draining: running requests finish, new ones are refused")
-        return 0
+            _say(console, f"{lost.result()}; stopping", "red")
+            code = 1
+        else:
+            _say(console, "draining: running requests finish, new ones are refused")
     finally:
         for task in (lost, stopping):
             task.cancel()
-        await fleet.__aexit__(None, None, None)
+        code = await _end(fleet.__aexit__(None, None, None), fleet, stop_at_once) or code
+    return code
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first signal to end, and by the second."""
+    stop, stop_at_once = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_at_once if stop.is_set() else stop).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop, stop_at_once
+
+
+async def _end(ending: Coroutine[Any, Any, Any], fleet: Fleet, at_once: asyncio.Event) -> int:
+    """Await the fleet's end, which a second signal hurries. Returns 130 then, otherwise 0."""
+    end = asyncio.create_task(ending)
+    hurry = asyncio.create_task(at_once.wait())
+    await asyncio.wait({end, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    if is_hurried := not end.done():
+        fleet.kill()
+    await end
+    hurry.cancel()
+    return 130 if is_hurried else 0
+
+
+def _say(console: Console, words: str, style: str = "") -> None:
+    console.print(words, style=style, markup=False, highlight=False)
 
 
 def _say_ready(console: Console, fleet: Fleet) -> None:

@@ -2,15 +2,18 @@
 
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from neuron_di.errors import PeerGone, RemoteProtocolError
+from neuron_di.wire import WorkerStatus
 from neuron_di_proxy.status import StatusReport, WorkerReport
 
 STATUS_TIMEOUT_S = 5.0
+_NOT_USED = frozenset({"suspect", "frozen", "down", "broken"})  # states of a worker's health
 
 
 def show_status(url: str, *, as_json: bool) -> int:
@@ -53,20 +56,54 @@ def _print_table(url: str, report: StatusReport) -> None:
     for worker in report.workers:
         table.add_row(*_row(worker))
     console.print(table)
+    for words in _notes(report):
+        console.print(words)
+
+
+def _notes(report: StatusReport) -> Iterator[str]:
+    """What an operator should know, a line each."""
     for worker in report.workers:
-        if worker.unreachable is not None:
-            console.print(f"{worker.record.worker_id} does not answer: {worker.unreachable}")
+        worker_id = worker.record.worker_id
+        if worker.health in _NOT_USED:
+            yield f"{worker_id} gets no requests: {worker.health_reason or worker.health}"
+        elif worker.unreachable is not None:
+            yield f"{worker_id} does not answer: {worker.unreachable}"
+        if worker.status is not None:
+            troubles = _troubles(worker.status)
+            if troubles:
+                yield f"{worker_id} since its start: {', '.join(troubles)}"
+    for pair in report.pairs:
+        if pair.outcome == "failed":
+            yield f"{pair.prefill} cannot hand over to {pair.decode}: {pair.reason}"
+
+
+def _troubles(status: WorkerStatus) -> list[str]:
+    counted = (
+        (status.num_kv_mismatched, "hand-overs with KV that was not as promised"),
+        (status.num_leases_ended, "prompts whose KV nobody pulled in time"),
+        (status.num_signals_refused, "signals refused"),
+    )
+    troubles = [f"{count} {words}" for count, words in counted if count]
+    if status.num_blocks_quarantined:
+        troubles.append(f"{status.num_blocks_quarantined} blocks await a transfer's end")
+    return troubles
+
+
+def _state(worker: WorkerReport, status: WorkerStatus) -> str:
+    """The worker's own word, unless the proxy knows better."""
+    return worker.health if worker.health in _NOT_USED else status.record.state
 
 
 def _row(worker: WorkerReport) -> list[str]:
     record, status = worker.record, worker.status
     if status is None:
-        return [record.worker_id, record.role, "unreachable", str(record.pid)]
+        state = worker.health if worker.health in _NOT_USED else "unreachable"
+        return [record.worker_id, record.role, state, str(record.pid)]
     num_transferring = str(status.num_transferring)
     return [
         record.worker_id,
         record.role,
-        status.record.state,
+        _state(worker, status),
         str(record.pid),
         str(status.num_blocks_free),
         str(status.num_blocks),

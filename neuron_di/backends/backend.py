@@ -23,11 +23,16 @@ class Backend(Protocol):
     layout: KvLayout
     pool: KvPool
     num_vocab: int
+    # What its rounding depends on: workers that say the same continue each other's requests bit
+    # for bit. None: no two runs need be equal.
+    numerics: str | None
 
     def prefill(self, chunk: PrefillChunk, after_layer: LayerHook | None = None) -> "Tensor | None":
         """Write the chunk's KV into its request's blocks.
 
-        Returns the last position's logits [V], float32, when the chunk is the prompt's last.
+        Returns the last position's logits [V], float32, when the chunk is the request's last. A
+        replay gives the KV and the logits that `decode` gave for the same positions, on CPU bit
+        for bit.
         """
         ...
 

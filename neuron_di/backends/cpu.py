@@ -24,10 +24,13 @@ from neuron_di.models import (
     load_weights,
 )
 from neuron_di.obs import get_logger
+from neuron_di.request import Request
 from neuron_di.types import BlockId
 from neuron_di_bindings import cpu_kernels
 
 _log = get_logger(__name__)
+
+_REPLAY_ROWS = 64  # positions of one call: enough to read the weights rarely, little workspace
 
 
 def open_backend(options: BackendOptions) -> "CpuBackend":
@@ -55,6 +58,9 @@ class CpuBackend:
         num_positions = min(spec.context_tokens, options.num_blocks * self.layout.block_size)
         angle_tables = spec.rope.angle_tables(spec.head_dim, num_positions)
         self._decoder = _open_decoder(options, weights, angle_tables, self.pool)
+        code = cpu_kernels.load().isas[-1] if self._decoder is not None else "torch"
+        # A replay runs the decode step's own code, and a prompt's chunks are cut alike.
+        self.numerics = f"cpu {self.layout.dtype} {code} threads={options.num_threads}"
         pool = self.pool.tensor()
         attend: AttendChunk = TorchAttention(pool, spec.sliding_window)
         if self._decoder is not None and self.layout.dtype == "float32":
@@ -62,9 +68,11 @@ class CpuBackend:
         self._transformer = Transformer(spec, weights, angle_tables, pool, attend)
 
     def prefill(self, chunk: PrefillChunk, after_layer: LayerHook | None = None) -> Tensor | None:
+        if chunk.is_replay:
+            return self._replay(chunk, after_layer)
         request = chunk.request
         return self._transformer.run_chunk(
-            request.prompt_ids[chunk.start : chunk.end],
+            request.token_ids(chunk.start, chunk.end),
             start=chunk.start,
             block_ids=request.block_ids,
             with_logits=chunk.is_last,
@@ -99,17 +107,51 @@ class CpuBackend:
 
     def _decode_one_by_one(self, batch: DecodeBatch) -> Tensor:
         """Without the kernels: each request alone, so that a row cannot depend on the others."""
-        rows = []
-        for request in batch.requests:
-            logits_V = self._transformer.run_chunk(
-                request.generated[-1:],
-                start=request.num_computed,
-                block_ids=request.block_ids,
-                with_logits=True,
-            )
-            assert logits_V is not None
-            rows.append(logits_V)
-        return torch.stack(rows)
+        return torch.stack(
+            [
+                self._decode_one(request, request.generated[-1], request.num_computed)
+                for request in batch.requests
+            ]
+        )
+
+    def _decode_one(self, request: Request, token_id: int, position: int) -> Tensor:
+        logits_V = self._transformer.run_chunk(
+            [token_id], start=position, block_ids=request.block_ids, with_logits=True
+        )
+        assert logits_V is not None
+        return logits_V
+
+    def _replay(self, chunk: PrefillChunk, after_layer: LayerHook | None) -> Tensor | None:
+        """Compute a chunk as decode steps did: each position is a row, or a call of its own."""
+        request, start, end = chunk.request, chunk.start, chunk.end
+        logits_V = torch.empty(0)
+        if self._decoder is None:
+            for position, token_id in enumerate(request.token_ids(start, end), start):
+                logits_V = self._decode_one(request, token_id, position)
+        else:
+            for begin in range(start, end, _REPLAY_ROWS):
+                stop = min(begin + _REPLAY_ROWS, end)
+                logits_V = self._replay_rows(self._decoder, request, begin, stop)
+        if after_layer is not None:
+            block_size = self.layout.block_size
+            written = request.block_ids[start // block_size : -(-end // block_size)]
+            for layer in range(self.layout.num_layers):
+                after_layer(layer, written)
+        return logits_V if chunk.is_last else None
+
+    def _replay_rows(
+        self, decoder: cpu_kernels.CpuDecoder, request: Request, start: int, end: int
+    ) -> Tensor:
+        """One decode step whose rows are these positions. The last one's logits [V]."""
+        logits_1V = torch.empty(1, self.num_vocab)
+        table = np.array(request.block_ids, np.int32)
+        decoder.step(
+            np.array(request.token_ids(start, end), np.int32),
+            np.arange(start, end, dtype=np.int32),
+            np.tile(table, (end - start, 1)),
+            logits_1V.numpy(),
+        )
+        return logits_1V[0]
 
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Nothing to wait for: a step has made all its writes when it returns."""

@@ -6,6 +6,7 @@ The help texts are what `--help` prints. A key that several commands share has o
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from neuron_di.config.limits import HandOverOptions, LimitOptions
 from neuron_di.config.option import ByteSize, option
 from neuron_di.types import Role
 
@@ -77,30 +78,6 @@ class LogOptions:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitOptions:
-    """Limits on requests."""
-
-    requests_max: int = option(
-        "requests served at once; one more is answered 503",
-        default=1024,
-        at_least=1,
-        at_most=1 << 20,
-    )
-    request_timeout_s: float = option(
-        "seconds until an unfinished request is ended", default=600.0, at_least=1
-    )
-    idle_timeout_s: float = option(
-        "seconds a worker may stay silent within a request", default=60.0, at_least=0.1
-    )
-    connect_timeout_s: float = option(
-        "seconds to wait for a connection to a worker", default=2.0, at_least=0.1
-    )
-    drain_timeout_s: float = option(
-        "seconds that running requests get to finish at shutdown", default=60.0, at_least=0
-    )
-
-
 def _model() -> Any:
     return option("model folder or hub id, in Hugging Face layout", positional=True)
 
@@ -124,14 +101,6 @@ def _port(default: int) -> Any:
 
 def _parent_pid() -> Any:
     return option("process whose end ends this one", default=None, at_least=1, hidden=True)
-
-
-def _kv_lease_s() -> Any:
-    return option(
-        "seconds a prefill worker keeps a prompt's KV for a decode worker that does not come",
-        default=60.0,
-        at_least=1,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +132,7 @@ class WorkerOptions:
         "worker, for prefill the id of a decode worker; none takes those that requests name",
         default=None,
     )
-    kv_lease_s: float = _kv_lease_s()
-    connect_timeout_s: float = option(
-        "seconds to wait for a connection to another worker", default=5.0, at_least=0.1
-    )
+    hand_over: HandOverOptions = field(default_factory=HandOverOptions)
     drain_timeout_s: float = option(
         "seconds that running requests get to finish at shutdown", default=60.0, at_least=0
     )
@@ -215,7 +181,7 @@ class ServeOptions:
     model_name: str | None = _model_name()
     host: str = _host()
     port: int = _port(8000)
-    kv_lease_s: float = _kv_lease_s()
+    hand_over: HandOverOptions = field(default_factory=HandOverOptions)
     limits: LimitOptions = field(default_factory=LimitOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)

@@ -1,5 +1,6 @@
 """Who may use which blocks and who computes next. Bookkeeping only: no tensors, I/O or clocks."""
 
+from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
 from neuron_di.core.combined_scheduler import CombinedScheduler
 from neuron_di.core.completion import CompletionToken
@@ -9,6 +10,7 @@ from neuron_di.core.prefill_scheduler import PrefillScheduler
 from neuron_di.core.scheduler import Scheduler
 
 __all__ = [
+    "BlockCount",
     "BlockPool",
     "CombinedScheduler",
     "CompletionToken",

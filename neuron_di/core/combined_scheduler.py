@@ -7,6 +7,7 @@ chunks back to back, so every running stream stalls for the whole prefill: the s
 separate workers do not have.
 """
 
+from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
 from neuron_di.core.plan import DecodeBatch, PrefillChunk, StepPlan
 from neuron_di.core.require import require
@@ -52,6 +53,10 @@ class CombinedScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. CapacityError: the queue is full. TooLarge: it can never fit."""
+        require(
+            request.num_prefilled == request.num_prompt + len(request.generated),
+            f"{request!r}: prefill computes every position that is known",
+        )
         self._waiting.add(request)
 
     def schedule(self) -> StepPlan | None:
@@ -80,19 +85,27 @@ class CombinedScheduler:
         """True when no request is left; then every block is free."""
         return not (self._waiting or self._running)
 
+    def count_blocks(self) -> BlockCount:
+        return BlockCount(
+            total=self._pool.num_blocks,
+            free=self._pool.num_free,
+            running=sum(len(request.block_ids) for request in self._running),
+        )
+
     def check_integrity(self) -> None:
         """Raise LocalProtocolError unless states, limits and blocks add up."""
+        self.count_blocks().check()
         require(len(self._running) <= self._batch_size, f"{len(self._running)} requests run")
         for request in self._running:
             require(request.status is RequestStatus.RUNNING, f"{request!r} runs")
             is_within = request.num_computed <= request.num_kv_at_most
             require(is_within, f"{request!r} runs with KV of {request.num_computed} positions")
         for request in self._running[:-1]:
-            require(request.num_computed >= request.num_prompt, f"{request!r} was overtaken")
+            require(request.num_computed >= request.num_prefilled, f"{request!r} was overtaken")
         self._waiting.check_integrity(self._running)
         self._pool.check_integrity(request.block_ids for request in self._running)
 
     def _is_prefilling(self) -> bool:
         if not self._running:
             return False
-        return self._running[-1].num_computed < self._running[-1].num_prompt
+        return self._running[-1].num_computed < self._running[-1].num_prefilled

@@ -8,24 +8,24 @@ blocks are free; the scheduler decides and polls, it moves nothing; blocks that 
 still write to are given to nobody.
 """
 
+from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
 from neuron_di.core.completion import CompletionToken
 from neuron_di.core.plan import DecodeBatch
+from neuron_di.core.quarantine import Quarantine
 from neuron_di.core.require import require
 from neuron_di.core.waiting_queue import WaitingQueue
 from neuron_di.errors import NeuronDiError
 from neuron_di.request import Request, RequestStatus
-from neuron_di.types import BlockId, FinishReason
+from neuron_di.types import FinishReason
 
 
 class DecodeScheduler:
     """Runs all received requests in one batch, one token per step.
 
-    A request is added when its prompt and first token are known. In each step the engine
-    finishes `failed_transfers()`, calls `schedule()`, and starts `transfers_to_start()` before
-    it computes the batch, so that receiving and decoding overlap.
-
-    free blocks + held by running + held by transferring + quarantined = all blocks.
+    A request is added when its prompt and its first token, or more of them, are known. In each
+    step the engine finishes `failed_transfers()`, calls `schedule()`, and starts
+    `transfers_to_start()` before it computes the batch, so that receiving and decoding overlap.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DecodeScheduler:
         self._transferring: dict[Request, CompletionToken | None] = {}
         self._running: list[Request] = []
         # Blocks of requests that ended during their transfer. They take no slot.
-        self._quarantined: list[tuple[CompletionToken, list[BlockId]]] = []
+        self._quarantine = Quarantine(pool)
 
     @property
     def num_waiting(self) -> int:
@@ -59,13 +59,18 @@ class DecodeScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. CapacityError: the queue is full. TooLarge: it can never fit."""
-        require(len(request.generated) == 1, f"{request!r} has no first token to go on from")
-        require(request.max_tokens > 1, f"{request!r} is complete with its first token")
+        num_given = len(request.generated)
+        require(num_given >= 1, f"{request!r} has no token to go on from")
+        require(request.max_tokens > num_given, f"{request!r} is complete already")
+        require(
+            request.num_prefilled == request.num_prompt + num_given - 1,
+            f"{request!r}: a transfer brings the KV of all tokens but the newest",
+        )
         self._waiting.add(request)
 
     def schedule(self) -> DecodeBatch | None:
         """All requests whose KV is here, those that just arrived included; None: nobody's is."""
-        self._return_quarantined()
+        self._quarantine.poll()
         self._join_received()
         self._admit_waiting()
         return DecodeBatch(tuple(self._running)) if self._running else None
@@ -101,48 +106,45 @@ class DecodeScheduler:
             self._running.remove(request)
         else:
             self._waiting.remove(request)
-        if token is None:
-            self._pool.free(request.block_ids)
-        else:
-            self._quarantined.append((token, request.block_ids))
-            self._return_quarantined()
+        self._quarantine.give_back(request.block_ids, held_by=token)
         request.block_ids = []
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
     def is_idle(self) -> bool:
         """True when no request is left and no block is quarantined; then every block is free."""
-        return not (self._waiting or self._transferring or self._running or self._quarantined)
+        is_empty = not (self._waiting or self._transferring or self._running)
+        return is_empty and self._quarantine.is_empty()
+
+    def count_blocks(self) -> BlockCount:
+        return BlockCount(
+            total=self._pool.num_blocks,
+            free=self._pool.num_free,
+            running=sum(len(request.block_ids) for request in self._running),
+            receiving=sum(len(request.block_ids) for request in self._transferring),
+            quarantined=self._quarantine.num_blocks,
+        )
 
     def check_integrity(self) -> None:
         """Raise LocalProtocolError unless states, limits and blocks add up."""
+        self.count_blocks().check()
         for request in self._transferring:
             require(request.status is RequestStatus.TRANSFERRING, f"{request!r} is received")
         for request in self._running:
             require(request.status is RequestStatus.RUNNING, f"{request!r} runs")
-            is_within = request.num_prompt <= request.num_computed <= request.num_kv_at_most
+            is_within = request.num_prefilled <= request.num_computed <= request.num_kv_at_most
             require(is_within, f"{request!r} runs with KV of {request.num_computed} positions")
         started = [*self._transferring, *self._running]
         require(len(started) <= self._batch_size, f"{len(started)} requests were started")
         self._waiting.check_integrity(started)
         owned = [request.block_ids for request in started]
-        owned += [block_ids for _, block_ids in self._quarantined]
-        self._pool.check_integrity(owned)
-
-    def _return_quarantined(self) -> None:
-        still_written = []
-        for token, block_ids in self._quarantined:
-            if token.is_done():
-                self._pool.free(block_ids)
-            else:
-                still_written.append((token, block_ids))
-        self._quarantined = still_written
+        self._pool.check_integrity([*owned, *self._quarantine.owned()])
 
     def _join_received(self) -> None:
         for request, token in list(self._transferring.items()):
             if token is not None and token.is_done() and token.error() is None:
                 del self._transferring[request]
-                request.num_computed = request.num_prompt
+                request.num_computed = request.num_prefilled
                 request.status = RequestStatus.RUNNING
                 self._running.append(request)
 

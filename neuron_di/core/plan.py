@@ -9,7 +9,11 @@ from neuron_di.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Compute positions [start, end) of one prompt. `is_last` yields the first token's logits."""
+    """Compute positions [start, end) of one request. `is_last` yields the next token's logits.
+
+    A chunk lies in the prompt, or behind it (`is_replay`). There the positions were computed by
+    decode steps once, and must be computed the same way again.
+    """
 
     request: Request
     start: int
@@ -17,14 +21,23 @@ class PrefillChunk:
 
     @classmethod
     def next_of(cls, request: Request, tokens_max: int) -> Self:
-        """The positions that come after those computed. LocalProtocolError if none is left."""
+        """The positions that come after those computed. LocalProtocolError if none is left.
+
+        A prompt is cut at the same places whatever follows it: its KV must be the same.
+        """
         start = request.num_computed
-        require(start < request.num_prompt, f"{request!r}: its whole prompt is computed")
-        return cls(request, start, min(start + tokens_max, request.num_prompt))
+        require(start < request.num_prefilled, f"{request!r}: all its positions are computed")
+        is_replay = start >= request.num_prompt
+        border = request.num_prefilled if is_replay else request.num_prompt
+        return cls(request, start, min(start + tokens_max, border))
+
+    @property
+    def is_replay(self) -> bool:
+        return self.start >= self.request.num_prompt
 
     @property
     def is_last(self) -> bool:
-        return self.end == self.request.num_prompt
+        return self.end == self.request.num_prefilled
 
     def mark_computed(self) -> None:
         """Record that the chunk's KV is in the request's blocks. The engine calls it once."""

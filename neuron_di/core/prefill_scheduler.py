@@ -7,8 +7,11 @@ most `batch_size`; so the next prompt starts as soon as the last one is parked, 
 still being moved, unless decode is so far behind that `batch_size` are parked.
 """
 
+from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
+from neuron_di.core.completion import CompletionToken
 from neuron_di.core.plan import PrefillChunk
+from neuron_di.core.quarantine import Quarantine
 from neuron_di.core.require import require
 from neuron_di.core.waiting_queue import WaitingQueue
 from neuron_di.request import Request, RequestStatus
@@ -16,7 +19,8 @@ from neuron_di.types import FinishReason
 
 
 class PrefillScheduler:
-    """Runs prompts in chunks of at most `chunk_tokens`. Reserves blocks for the prompt only.
+    """Runs prompts in chunks of at most `chunk_tokens`. Reserves blocks for what it computes only:
+    the prompt, and the tokens that are given with it.
 
     After the last chunk and before the next `schedule()` the engine parks or finishes the request.
     """
@@ -37,10 +41,12 @@ class PrefillScheduler:
             pool,
             block_size=block_size,
             waiting_max=waiting_max,
-            num_tokens=lambda request: request.num_prompt,
+            num_tokens=lambda request: request.num_prefilled,
         )
         self._running: Request | None = None
         self._transferring: list[Request] = []
+        # Blocks of requests that ended while a peer may have been reading. They take no slot.
+        self._quarantine = Quarantine(pool)
 
     @property
     def num_waiting(self) -> int:
@@ -56,10 +62,15 @@ class PrefillScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. CapacityError: the queue is full. TooLarge: it can never fit."""
+        require(
+            request.num_prefilled == request.num_prompt + len(request.generated),
+            f"{request!r}: prefill computes every position that is known",
+        )
         self._waiting.add(request)
 
     def schedule(self) -> PrefillChunk | None:
         """The next chunk of the running prompt; starts the next prompt when none runs."""
+        self._quarantine.poll()
         if self._running is None and len(self._transferring) < self._batch_size:
             self._running = self._waiting.pop_startable()
             if self._running is not None:
@@ -71,7 +82,7 @@ class PrefillScheduler:
     def park(self, request: Request) -> None:
         """Keep the finished prompt's KV until `release`; the next prompt may run."""
         require(request is self._running, f"{request!r} is not running")
-        require(request.num_computed == request.num_prompt, f"{request!r} lacks KV")
+        require(request.num_computed == request.num_prefilled, f"{request!r} lacks KV")
         request.status = RequestStatus.TRANSFERRING
         self._running = None
         self._transferring.append(request)
@@ -79,22 +90,36 @@ class PrefillScheduler:
     def release(self, request: Request) -> None:
         """The decode worker has the KV: the request ends here, without a finish reason."""
         require(request in self._transferring, f"{request!r} is not parked")
-        self._leave(request, None)
+        self._leave(request, None, None)
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request in any state: its first token ended it, it failed or was cancelled.
+    def finish(
+        self, request: Request, reason: FinishReason, held_by: CompletionToken | None = None
+    ) -> None:
+        """End a request in any state: its token ended it, it failed or was cancelled.
 
-        Of a parked one a decode worker may be reading the blocks right now. It notices reuse by
-        the blocks' generations, so they are free at once.
+        Its slot is free at once. Of a parked one a decode worker may be reading the blocks right
+        now: they are quarantined until `held_by` is done. Without it they are free at once; a
+        reader still notices their reuse by the blocks' generations.
         """
-        self._leave(request, reason)
+        self._leave(request, reason, held_by)
 
     def is_idle(self) -> bool:
-        """True when no request is left; then every block is free."""
-        return not (self._waiting or self._running or self._transferring)
+        """True when no request is left and no block is quarantined; then every block is free."""
+        is_empty = not (self._waiting or self._running or self._transferring)
+        return is_empty and self._quarantine.is_empty()
+
+    def count_blocks(self) -> BlockCount:
+        return BlockCount(
+            total=self._pool.num_blocks,
+            free=self._pool.num_free,
+            running=len(self._running.block_ids) if self._running else 0,
+            parked=sum(len(request.block_ids) for request in self._transferring),
+            quarantined=self._quarantine.num_blocks,
+        )
 
     def check_integrity(self) -> None:
         """Raise LocalProtocolError unless states, limits and blocks add up."""
+        self.count_blocks().check()
         running = [] if self._running is None else [self._running]
         for request in running:
             require(request.status is RequestStatus.RUNNING, f"{request!r} runs")
@@ -103,16 +128,19 @@ class PrefillScheduler:
         started = running + self._transferring
         require(len(started) <= self._batch_size, f"{len(started)} requests were started")
         self._waiting.check_integrity(started)
-        self._pool.check_integrity(request.block_ids for request in started)
+        owned = [request.block_ids for request in started]
+        self._pool.check_integrity([*owned, *self._quarantine.owned()])
 
-    def _leave(self, request: Request, reason: FinishReason | None) -> None:
+    def _leave(
+        self, request: Request, reason: FinishReason | None, held_by: CompletionToken | None
+    ) -> None:
         if request is self._running:
             self._running = None
         elif request in self._transferring:
             self._transferring.remove(request)
         else:
             self._waiting.remove(request)
-        self._pool.free(request.block_ids)
+        self._quarantine.give_back(request.block_ids, held_by)
         request.block_ids = []
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason

@@ -12,6 +12,7 @@ that would fit: a long prompt waits for its turn, never for ever.
 
 from typing import Protocol
 
+from neuron_di.core.block_count import BlockCount
 from neuron_di.core.plan import StepPlan
 from neuron_di.request import Request
 from neuron_di.types import FinishReason
@@ -46,7 +47,7 @@ class Scheduler(Protocol):
         ...
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request in whatever state it is. It holds no blocks afterwards.
+        """End a request in whatever state it is. It holds no blocks and no slot afterwards.
 
         No device write to its blocks may be in flight: call `Backend.quiesce` before.
         """
@@ -54,6 +55,10 @@ class Scheduler(Protocol):
 
     def is_idle(self) -> bool:
         """True when no request is left and every block is free."""
+        ...
+
+    def count_blocks(self) -> BlockCount:
+        """Where every block is now. Costs little: it looks at requests, not at blocks."""
         ...
 
     def check_integrity(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from neuron_di.backends import Backend
 from neuron_di.clock import now_s
 from neuron_di.core import (
+    BlockCount,
     CompletionToken,
     DecodeBatch,
     DecodeScheduler,
@@ -34,8 +35,14 @@ from neuron_di.engine.events import (
     Timing,
 )
 from neuron_di.engine.sampler import SampledToken, describe_logprobs, sample
-from neuron_di.errors import LocalProtocolError, NeuronDiError
+from neuron_di.errors import (
+    LocalProtocolError,
+    NeuronDiError,
+    RemoteProtocolError,
+    WorkerFailed,
+)
 from neuron_di.obs import get_logger
+from neuron_di.obs.sync_point import is_watched, reach
 from neuron_di.request import Finish, Request, RequestStatus, Tokenizer, accept_token
 from neuron_di.types import FinishReason
 from neuron_di.wire import Token
@@ -61,7 +68,9 @@ class Engine:
 
     `sink` gets the events of a step, in order, and `on_failure` is called once should a bug of
     ours end the engine: both on the engine's thread, where they must not block.
-    `start_transfer` is needed with a DecodeScheduler only.
+    `start_transfer` is needed with a DecodeScheduler only. `notify` is called, by whoever put it
+    there, after each message that waits for a `turn`: for one who turns the engine without its
+    thread.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class Engine:
         sink: Callable[[list[EngineEvent]], None],
         on_failure: Callable[[], None] = lambda: None,
         start_transfer: StartTransfer | None = None,
+        notify: Callable[[], None] | None = None,
     ) -> None:
         self._backend = backend
         self._scheduler = scheduler
@@ -82,13 +92,14 @@ class Engine:
         self._sink = sink
         self._on_failure = on_failure
         self._start_transfer = start_transfer
+        self._notify = notify
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[Key, _Live] = {}
         self._events: list[EngineEvent] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_stopping = False
-        self._has_worked = False  # in the last turn of the loop
         self.num_steps = 0
+        self.blocks: BlockCount = scheduler.count_blocks()  # replaced after each turn
         self.has_failed = False  # by a bug of ours: from then on every request is refused
 
     # What other threads may call.
@@ -98,26 +109,69 @@ class Engine:
 
     def stop(self) -> None:
         """End after the current step. Requests that are left end as cancelled. Blocks."""
-        self._inbox.put(self._stop)
-        self._thread.join()
+        self._put(self._stop)
+        if self._thread.is_alive():
+            self._thread.join()
+        else:  # it was never started, or has ended
+            self.turn(block=False)
 
     def submit(self, request: Request) -> None:
-        """Take ownership of a request. Its events follow, the last one Ended or Broken."""
-        self._inbox.put(lambda: self._add(request))
+        """Take ownership of a request. Its events follow, the last one Ended or Broken.
 
-    def cancel(self, key: Key, reason: FinishReason = "cancelled") -> None:
-        """End a request wherever it is, without an event. Unknown and ended ones are ignored."""
-        self._inbox.put(lambda: self._cancel(key, reason))
+        The ids it was given get no events, except when they are a whole answer: then Ended
+        follows at once, and nothing is computed.
+        """
+        self._put(lambda: self._add(request))
+
+    def cancel(
+        self,
+        key: Key,
+        reason: FinishReason = "cancelled",
+        held_by: CompletionToken | None = None,
+    ) -> None:
+        """End a request wherever it is, without an event. Unknown and ended ones are ignored.
+
+        `held_by`, on a prefill worker: a peer may be reading the request's blocks until this is
+        done. They are quarantined so long; whoever completes it calls `wake`.
+        """
+        self._put(lambda: self._cancel(key, reason, held_by))
 
     def release(self, key: Key) -> None:
         """Prefill: the decode worker has this parked request's KV; its blocks are free again."""
-        self._inbox.put(lambda: self._release(key))
+        self._put(lambda: self._release(key))
 
     def wake(self) -> None:
         """Look again: a transfer's token changed. Whoever completes a token calls this."""
-        self._inbox.put(None)
+        self._put(None)
+
+    def _put(self, message: Callable[[], None] | None) -> None:
+        self._inbox.put(message)
+        if self._notify is not None:
+            self._notify()
 
     # The loop. Everything below runs on the engine's thread.
+
+    def turn(self, *, block: bool) -> bool:
+        """Read the inbox, do one step, hand its events to the sink. True: turn again at once.
+
+        False: nothing will change until the next message; `block` waits for one to begin with.
+        """
+        has_worked = False
+        try:
+            self._read_inbox(block=block)
+            if not self.has_failed:
+                has_worked = self.step()
+                if not has_worked and self._scheduler.is_idle():
+                    self._scheduler.check_integrity()
+                self.blocks = self._scheduler.count_blocks()
+        except Exception:  # our books are wrong: to compute on could give wrong answers
+            _log.exception("engine_failed")
+            self._give_up()
+            has_worked = False
+        if self._events:
+            events, self._events = self._events, []
+            self._sink(events)
+        return has_worked
 
     def step(self) -> bool:
         """Compute one plan. False when there was nothing to compute."""
@@ -147,9 +201,12 @@ class Engine:
         """Run the plan. Logits of the requests that get a token now; None when nobody does."""
         try:
             if isinstance(plan, PrefillChunk):
+                reach("prefilling")
                 last = self._backend.prefill(plan)
                 logits = None if last is None else last.unsqueeze(0)
             else:
+                if is_watched() and any(len(each.generated) >= 3 for each in plan.requests):
+                    reach("decoding")
                 logits = self._backend.decode(plan)
         except Exception as error:  # one bad step must not end the other requests
             for request in _requests_of(plan):
@@ -185,11 +242,14 @@ class Engine:
     def _end(self, request: Request, finish: Finish) -> None:
         live = self._live[request.key]
         phase_s = now_s() - live.since_s
-        if len(request.generated) == 1:
+        if request.num_computed == request.num_prefilled:  # no decode step has added to it
             live.timing.prefill_s = phase_s
         else:
             live.timing.decode_s = phase_s
         self._finish(request, finish.reason)
+        self._tell_end(request, finish, live.timing)
+
+    def _tell_end(self, request: Request, finish: Finish, timing: Timing) -> None:
         self._events.append(
             Ended(
                 request.key,
@@ -198,7 +258,7 @@ class Engine:
                 finish.text,
                 request.num_prompt,
                 len(request.generated),
-                live.timing,
+                timing,
             )
         )
 
@@ -209,11 +269,19 @@ class Engine:
             live.timing.queued_s, live.since_s = now_s() - live.since_s, now_s()
             scheduler.transfer_started(request, self._start_transfer(request))
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        """The one place where a request ends: its blocks are marked, then given back."""
+    def _finish(
+        self, request: Request, reason: FinishReason, held_by: CompletionToken | None = None
+    ) -> None:
+        """The one place where a request ends: its blocks are marked, then given back.
+
+        Those that go into quarantine are marked now, too: a reader sees that they were given up.
+        """
         self._backend.quiesce(request.block_ids)
         self._backend.pool.retire(request.block_ids)
-        self._scheduler.finish(request, reason)
+        if isinstance(self._scheduler, PrefillScheduler):
+            self._scheduler.finish(request, reason, held_by)
+        else:
+            self._scheduler.finish(request, reason)
         del self._live[request.key]
 
     def _break(self, request: Request, error: NeuronDiError) -> None:
@@ -222,23 +290,42 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         _log.exception("step_failed", request=request.request_id)
-        self._break(request, LocalProtocolError(f"the step failed: {type(error).__name__}"))
+        self._break(request, WorkerFailed(f"the step failed: {type(error).__name__}"))
 
     def _add(self, request: Request) -> None:
         try:
             if self.has_failed:
-                raise LocalProtocolError("this worker's engine has failed")
+                raise WorkerFailed("this worker's engine has failed")
             if request.key in self._live:
                 raise LocalProtocolError(f"{request!r} is here already")
+            finish = self._accept_given(request)
+            if finish is not None:
+                self._tell_end(request, finish, Timing())
+                return
             self._scheduler.add(request)
         except NeuronDiError as refusal:
             self._events.append(Broken(request.key, refusal))
         else:
             self._live[request.key] = _Live(request)
 
-    def _cancel(self, key: Key, reason: FinishReason) -> None:
+    def _accept_given(self, request: Request) -> Finish | None:
+        """Bring the request to where its given ids lead; the end, if one of them is that.
+
+        Their text is dropped: the client has it.
+        """
+        if not all(0 <= token_id < self._backend.num_vocab for token_id in request.given):
+            raise RemoteProtocolError("a given token id lies outside the vocabulary")
+        for token_id in request.given:
+            outcome = accept_token(request, token_id, self._eos_token_ids)
+            if outcome.finish is not None:
+                request.status = RequestStatus.FINISHED
+                request.finish_reason = outcome.finish.reason
+                return outcome.finish
+        return None
+
+    def _cancel(self, key: Key, reason: FinishReason, held_by: CompletionToken | None) -> None:
         if (live := self._live.get(key)) is not None:
-            self._finish(live.request, reason)
+            self._finish(live.request, reason, held_by)
 
     def _release(self, key: Key) -> None:
         assert isinstance(self._scheduler, PrefillScheduler)
@@ -252,28 +339,14 @@ class Engine:
             self._finish(live.request, "cancelled")
 
     def _run(self) -> None:
+        has_worked = False
         while not self._is_stopping:
-            try:
-                self._turn()
-            except Exception:  # our books are wrong: to compute on could give wrong answers
-                _log.exception("engine_failed")
-                self._give_up()
-            if self._events:
-                events, self._events = self._events, []
-                self._sink(events)
-
-    def _turn(self) -> None:
-        self._read_inbox(block=not self._has_worked)
-        if self.has_failed:
-            return
-        self._has_worked = self.step()
-        if not self._has_worked and self._scheduler.is_idle():
-            self._scheduler.check_integrity()
+            has_worked = self.turn(block=not has_worked)
 
     def _give_up(self) -> None:
         """Break every request, and refuse those to come. The pool stays as it is."""
-        self.has_failed, self._has_worked = True, False
-        error = LocalProtocolError("this worker's engine has failed")
+        self.has_failed = True
+        error = WorkerFailed("this worker's engine has failed")
         self._events += [Broken(key, error) for key in self._live]
         self._live.clear()
         self._on_failure()

@@ -82,6 +82,12 @@ class KvPool:
         """Address of block 0 in this process."""
         return int(self._generations.ctypes.data) - _PAGE + _data_offset(self.num_blocks)
 
+    def view(self, block_id: BlockId) -> memoryview:
+        """The bytes of one block. Valid until close()."""
+        assert self._view is not None, "the pool is closed"
+        start = _data_offset(self.num_blocks) + block_id * self.layout.block_bytes
+        return memoryview(self._view)[start : start + self.layout.block_bytes]
+
     def generations(self, block_ids: Iterable[BlockId]) -> list[int]:
         """The current generation of each block, to be promised to a reader."""
         return [int(self._generations[block_id]) for block_id in block_ids]

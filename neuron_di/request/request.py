@@ -9,6 +9,7 @@ Status, by role (seed N-56, N-60); no other move is legal:
 and any state -> FINISHED when it is cancelled or fails. A scheduler owns the moves.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 
 from neuron_di.request.output_text import OutputText
@@ -27,7 +28,13 @@ class Request:
     """Owned by one engine. Only the engine's thread touches it after it was added.
 
     `num_computed` counts the token positions whose KV is in `block_ids`.
-    `generated` holds the output ids; on a decode worker it starts with token 0, which is given.
+    `given` are output ids that are known before this worker does anything: those that a decode
+    worker goes on from, or those that a client has from an attempt that failed. The engine makes
+    them the first of `generated`, which holds all output ids.
+
+    `num_prefilled` is for how many positions a prefill computes KV, or a transfer brings it. By
+    default those of the prompt and of all given ids, as a prefill needs it to choose the next
+    token. A decode worker feeds the newest id itself and passes one less.
     """
 
     def __init__(
@@ -39,6 +46,8 @@ class Request:
         sampling: SamplingParams,
         max_tokens: int,
         output: OutputText,
+        given: Sequence[int] = (),
+        num_prefilled: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
@@ -46,6 +55,9 @@ class Request:
         self.sampling = sampling
         self.max_tokens = max_tokens  # resolved against the context, at least 1
         self.output = output
+        self.given = tuple(given)
+        known = len(prompt_ids) + len(self.given)
+        self.num_prefilled = known if num_prefilled is None else num_prefilled
         self.generated: list[int] = []
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -60,6 +72,12 @@ class Request:
     def num_kv_at_most(self) -> int:
         """Token positions this request can ever hold KV for: the last token needs none."""
         return self.num_prompt + self.max_tokens - 1
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """The ids of positions [start, end), across the prompt and what is generated."""
+        border = self.num_prompt
+        prompt = self.prompt_ids[start:end]
+        return prompt + self.generated[max(start - border, 0) : max(end - border, 0)]
 
     @property
     def key(self) -> tuple[RequestId, int]:

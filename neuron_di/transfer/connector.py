@@ -8,16 +8,19 @@ The proxy decides who talks to whom and says so in typed fields of the leg (N-45
 is made at its first use, its connection in the background: other requests keep running.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import zmq
-
+from neuron_di.config import HandOverOptions
 from neuron_di.errors import PeerRefused
+from neuron_di.kv import BlockMemory
 from neuron_di.obs import get_logger
+from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.recv_buffer import RecvBuffer
 from neuron_di.transfer.send_buffer import OnEnd, SendBuffer
+from neuron_di.transfer.signal_link import SignalTransport, ZmqTransport
 from neuron_di.transfer.transfer_engine import TransferEngine
+from neuron_di.types import Incarnation
 from neuron_di.wire import PeerAddress
 
 _log = get_logger(__name__)
@@ -25,7 +28,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorOptions:
-    """Addresses and deadlines of the signal link. `static_peer` fixes the only partner.
+    """Addresses and limits of the signal link. `static_peer` fixes the only partner.
 
     For a decode worker it is the prefill worker's signal address "host:port"; for a prefill
     worker the decode worker's id.
@@ -33,23 +36,36 @@ class ConnectorOptions:
 
     signal_host: str = "127.0.0.1"
     signal_port: int = 0
-    kv_lease_s: float = 60.0
-    connect_timeout_s: float = 5.0
-    silence_timeout_s: float = 10.0
+    limits: HandOverOptions = field(default_factory=HandOverOptions)
     static_peer: str | None = None
 
 
 class NeuronConnector:
-    """Owns the ZMQ context and every buffer of one worker. Lives on the worker's event loop."""
+    """Owns the signal transport and every buffer of one worker. Lives on its event loop.
+
+    `memory` is this worker's pool, of blocks of `block_bytes`: what was received there is
+    verified before it is used.
+    """
 
     def __init__(
-        self, local: LocalWorker, transfer: TransferEngine, options: ConnectorOptions
+        self,
+        local: LocalWorker,
+        transfer: TransferEngine,
+        memory: BlockMemory,
+        options: ConnectorOptions,
+        *,
+        block_bytes: int,
+        transport: SignalTransport | None = None,
     ) -> None:
         self._local = local
         self._transfer = transfer
+        self._memory = memory
         self._options = options
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._block_bytes = block_bytes
+        self._transport = transport or ZmqTransport()
         self._send_buffer: SendBuffer | None = None
+        self._num_connections = 0
+        self.counters = HandOverCounters()
         self.connection_dict: dict[tuple[str, int], RecvBuffer] = {}
 
     def open_send_buffer(self, on_end: OnEnd) -> SendBuffer:
@@ -59,10 +75,11 @@ class NeuronConnector:
         self._send_buffer = SendBuffer(
             self._local,
             self._transfer,
-            self._context,
+            self._transport,
             host=options.signal_host,
             port=options.signal_port,
-            kv_lease_s=options.kv_lease_s,
+            limits=options.limits,
+            counters=self.counters,
             on_end=on_end,
             allowed_peer=options.static_peer,
         )
@@ -84,19 +101,35 @@ class NeuronConnector:
         if buffer is None or buffer.is_broken:
             _log.info("recv_buffer_made", peer=peer.worker_id)
             self._forget_broken()
+            self._num_connections += 1
             buffer = self.connection_dict[key] = RecvBuffer(
                 self._local,
                 self._transfer,
-                self._context,
+                self._transport,
+                self._memory,
                 peer,
-                connect_timeout_s=self._options.connect_timeout_s,
-                silence_timeout_s=self._options.silence_timeout_s,
+                limits=self._options.limits,
+                counters=self.counters,
+                connection=self._num_connections,
+                block_bytes=self._block_bytes,
+                on_broken=self._on_broken,
             )
         return buffer
 
     def _forget_broken(self) -> None:
         for key in [key for key, buffer in self.connection_dict.items() if buffer.is_broken]:
             del self.connection_dict[key]
+
+    def _on_broken(self, broken: RecvBuffer) -> None:
+        """Disconnect the transfer engine, unless a newer buffer works with the same process."""
+        if not self._is_connected(broken.peer.incarnation):
+            self._transfer.disconnect(broken.peer.incarnation)
+
+    def _is_connected(self, incarnation: Incarnation) -> bool:
+        return any(
+            not buffer.is_broken and buffer.peer.incarnation == incarnation
+            for buffer in self.connection_dict.values()
+        )
 
     def connections(self) -> list[str]:
         """Worker ids of the peers that this worker has a working buffer for."""
@@ -110,9 +143,9 @@ class NeuronConnector:
         return sorted(peers)
 
     def close(self) -> None:
-        """Close every socket, then the context. Safe to call once, at the end."""
-        for buffer in self.connection_dict.values():
+        """Close every link, then the transport. Safe to call once, at the end."""
+        for buffer in list(self.connection_dict.values()):
             buffer.close()
         if self._send_buffer is not None:
             self._send_buffer.close()
-        self._context.term()
+        self._transport.close()

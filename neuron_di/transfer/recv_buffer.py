@@ -1,304 +1,368 @@
 """Decode's end of the hand-overs with one prefill worker: ask, wait, pull, confirm (seed N-41).
 
-    connect()   Handshake -> Welcome, KvMapInit -> KvMap, transfer engine connected
     lookup()    LookupAll -> (NotYet ->) Ready          or raises
-    pull()      Pull, then the transfer engine fills our blocks, then Done
+    pull()      Pull, the transfer engine fills our blocks, fence, verify, then Done
+    cancel()    Abort, at once or as soon as a running copy has ended
 
-Lives on the worker's event loop. Waits have deadlines; a peer that falls silent fails every
-request that waits for it.
+Lives on the worker's event loop. What may happen when, and what follows, stands in the RECEIVER
+table; this file only carries it out. Every wait has a deadline, and a peer that falls silent
+fails every request that waits for it.
+
+Next: neuron_di/wire/handoff.py
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
-
-import zmq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from neuron_di.clock import Deadline, now_s
+from neuron_di.config import HandOverOptions
 from neuron_di.errors import (
+    DeadlinePassed,
+    KvCorrupt,
     KvMissing,
     LocalProtocolError,
     NeuronDiError,
     PeerGone,
-    PeerRefused,
     PeerTimeout,
-    RemoteProtocolError,
-    StaleIncarnation,
 )
+from neuron_di.kv import BlockMemory, KvIdentity, block_digests
 from neuron_di.obs import get_logger
+from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.identity import LocalWorker
-from neuron_di.transfer.signal_link import SignalSocket, connect_dealer, endpoint
+from neuron_di.transfer.prefill_link import PrefillLink
+from neuron_di.transfer.signal_link import SignalTransport
 from neuron_di.transfer.transfer_engine import BlockSource, TransferEngine, TransferToken
 from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import (
-    SIGNAL_VERSION,
     Abort,
     Done,
-    FromDecode,
-    Handshake,
+    FromPrefill,
     Hold,
-    KvMap,
-    KvMapInit,
     LookupAll,
-    Malformed,
     Never,
     NotYet,
     PeerAddress,
-    Ping,
     Pull,
     Ready,
-    Refused,
-    Region,
-    Welcome,
-    encode_msgpack,
-    from_prefill_decoder,
 )
+from neuron_di.wire.handoff import ReceiverAction, ReceiverEvent, ReceiverState, receiver_step
+from neuron_di.wire.signal import REASON_CHARS_MAX
 
 _log = get_logger(__name__)
 
-PING_INTERVAL_S = 1.0
-
 Key = tuple[RequestId, int]
+# Called at most once per request, between its Ready and its arrival: it will not arrive.
+OnFail = Callable[[Key, NeuronDiError], None]
+
+_ACTION, _EVENT, _STATE = ReceiverAction, ReceiverEvent, ReceiverState
+
+
+@dataclass(slots=True)
+class _Entry:
+    promise: asyncio.Future[Ready]
+    on_fail: OnFail
+    state: ReceiverState = ReceiverState.UNKNOWN
+    ready: Ready | None = None
+    block_ids: Sequence[BlockId] = ()
+    arrived: TransferToken = field(default_factory=TransferToken)  # what the engine polls
+    late: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """What an event brings along for the actions that it sets off."""
+
+    error: NeuronDiError | None = None
+    reason: str = ""
+    ready: Ready | None = None
 
 
 class RecvBuffer:
-    """Owns one DEALER socket. `is_broken` once the peer is lost: drop it and make another."""
+    """`is_broken` once the peer is lost: drop it and make another. Borrows the blocks it fills."""
 
     def __init__(
         self,
         local: LocalWorker,
         transfer: TransferEngine,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        transport: SignalTransport,
+        memory: BlockMemory,
         peer: PeerAddress,
         *,
-        connect_timeout_s: float,
-        silence_timeout_s: float,
+        limits: HandOverOptions,
+        counters: HandOverCounters,
+        connection: int,
+        block_bytes: int,
+        on_broken: "Callable[[RecvBuffer], None]",
     ) -> None:
         self._local = local
         self._transfer = transfer
-        self._peer = peer
-        self._connect_timeout_s = connect_timeout_s
-        self._silence_timeout_s = silence_timeout_s
+        self._memory = memory
+        self._limits = limits
+        self._counters = counters
+        self._block_bytes = block_bytes
+        self._notify_broken = on_broken
         self._loop = asyncio.get_running_loop()
-        self._address = endpoint(peer.signal_host, peer.signal_port)
-        socket = connect_dealer(
-            context, peer.signal_host, peer.signal_port, local.incarnation.encode()
+        self._entries: dict[Key, _Entry] = {}
+        self._link = PrefillLink(
+            local,
+            transfer,
+            transport,
+            peer,
+            limits,
+            counters,
+            connection=connection,
+            on_message=self._on_message,
+            on_tick=self._on_tick,
+            on_broken=self._on_broken,
         )
-        self._link = SignalSocket(socket, self._on_frames)
-        self._welcome: asyncio.Future[Welcome] = self._loop.create_future()
-        self._kv_map: asyncio.Future[KvMap] = self._loop.create_future()
-        self._waiting: dict[Key, asyncio.Future[Ready]] = {}
-        self._held: set[Key] = set()  # from Ready to the end of the pull
-        self._pulling: dict[Key, TransferToken] = {}
-        self._broken: NeuronDiError | None = None
-        self._last_heard_s = now_s()
-        self._num_pings = 0
-        self._connecting = self._loop.create_task(self._connect())
-        # Its error reaches everybody through connect(); that nobody called it is no warning.
-        self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
-        self._pinger: asyncio.TimerHandle | None = None
 
     @property
     def peer(self) -> PeerAddress:
-        return self._peer
+        return self._link.peer
 
     @property
     def is_broken(self) -> bool:
-        return self._broken is not None
+        return self._link.broken is not None
 
     async def connect(self) -> None:
-        """Return when blocks can be pulled. Any number of callers; one of them going is fine.
+        """Return when blocks can be pulled; else PeerGone, PeerTimeout, PeerRefused, …"""
+        await self._link.connect()
 
-        PeerGone, PeerTimeout, PeerRefused or StaleIncarnation when that cannot be.
+    async def lookup(
+        self, request_id: RequestId, attempt: int, deadline: Deadline, on_fail: OnFail
+    ) -> Ready:
+        """Wait until prefill is complete. KvMissing: it never will be; PeerGone; DeadlinePassed.
+
+        From then on the KV is held for us; `cancel` gives it up, and `on_fail` says so if it is
+        lost before it arrived.
         """
-        await asyncio.shield(self._connecting)
-
-    async def lookup(self, request_id: RequestId, attempt: int, deadline: Deadline) -> Ready:
-        """Wait until prefill is complete. KvMissing if it never will be; PeerTimeout; PeerGone."""
-        await self.connect()
-        key = (request_id, attempt)
-        if key in self._waiting:
-            raise LocalProtocolError(f"request {request_id} is looked up already")
-        if self._broken is not None:
-            raise self._broken
-        future = self._waiting[key] = self._loop.create_future()
         try:
-            self._send(LookupAll(request_id=request_id, attempt=attempt))
             async with asyncio.timeout(deadline.remaining_s()):
-                ready: Ready = await future
-                self._held.add(key)
-                return ready
-        except TimeoutError:
-            self.abort(request_id, attempt, "the decode worker's deadline passed")
-            raise PeerTimeout(
-                f"prefill worker {self._peer.worker_id} was not ready before the deadline"
+                await self.connect()
+                return await self._promise((request_id, attempt), on_fail)
+        except TimeoutError:  # the time was the request's own: that is nobody's fault
+            raise DeadlinePassed(
+                f"prefill worker {self.peer.worker_id} was not ready before the deadline"
             ) from None
+
+    async def _promise(self, key: Key, on_fail: OnFail) -> Ready:
+        if key in self._entries:
+            raise LocalProtocolError(f"request {key[0]} is looked up already")
+        entry = self._entries[key] = _Entry(self._loop.create_future(), on_fail)
+        self._happen(key, _EVENT.ASK)
+        try:
+            return await entry.promise
         except asyncio.CancelledError:
-            self.abort(request_id, attempt, "cancelled")
+            self.cancel(*key, reason="the decode worker stopped waiting")
             raise
-        finally:
-            del self._waiting[key]
 
     def pull(self, ready: Ready, block_ids: Sequence[BlockId]) -> TransferToken:
-        """Start filling our blocks. Returns at once; on success Done is sent, else Abort."""
-        key = (ready.request_id, ready.attempt)
-        if self._broken is not None:
-            token = TransferToken()
-            token.complete(self._broken)
-            return token
-        self._send(
-            Pull(request_id=ready.request_id, attempt=ready.attempt, block_ids=list(block_ids))
-        )
-        source = BlockSource(ready.block_ids, ready.generations)
-        token = self._transfer.post_receive(self._peer.incarnation, source, block_ids)
-        if isinstance(error := token.error(), PeerGone):
-            self._break(error)  # no way to the peer's pool: the next request makes a new one
-        self._pulling[key] = token
-        token.on_done(lambda done: self._loop.call_soon_threadsafe(self._on_pulled, key, done))
-        return token
+        """Start filling our blocks. Returns at once.
 
-    def abort(self, request_id: RequestId, attempt: int, reason: str) -> None:
-        """Tell prefill that its KV is not wanted any more. A running copy ends by itself."""
-        self._held.discard((request_id, attempt))
-        if self._broken is None:
-            self._send(Abort(request_id=request_id, attempt=attempt, reason=reason))
+        The token is done when nothing writes to the blocks any more; without an error the KV in
+        them is the right one, byte for byte.
+        """
+        key = (ready.request_id, ready.attempt)
+        entry = self._entries.get(key)
+        if entry is None:  # it was lost a moment ago
+            token = TransferToken()
+            token.complete(self._link.broken or KvMissing("the KV was given up"))
+            return token
+        entry.block_ids = block_ids
+        self._happen(key, _EVENT.ADMITTED)
+        return entry.arrived
+
+    def cancel(self, request_id: RequestId, attempt: int, reason: str) -> None:
+        """The request is over on this side. A running copy ends by itself, then prefill hears."""
+        self._happen((request_id, attempt), _EVENT.CANCEL, _Cause(reason=reason))
 
     def close(self) -> None:
         """End with PeerGone for whoever waits."""
-        self._break(PeerGone(f"connection to {self._peer.worker_id} was closed"))
+        self._link.break_off(PeerGone(f"connection to {self.peer.worker_id} was closed"))
 
-    async def _connect(self) -> None:
-        incarnation = self._peer.incarnation
-        try:
-            region = await self._shake_hands()
-            # Mapping or connecting may block, so neither this loop nor the engine does it.
-            await self._loop.run_in_executor(None, self._transfer.connect, incarnation, region)
-            if self._broken is not None:  # meanwhile
-                self._transfer.disconnect(incarnation)
-                raise self._broken
-        except NeuronDiError as error:
-            self._break(error)
-            raise
-        except Exception as error:
-            self._break(LocalProtocolError(f"connecting failed: {error!r}"))
-            raise
-        _log.info("connected", peer=self._peer.worker_id, address=self._address)
-        self._pinger = self._loop.call_later(PING_INTERVAL_S, self._ping)
+    # Events.
 
-    async def _shake_hands(self) -> Region:
-        """Say who we are, and learn where the peer's pool lies."""
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                self._send_handshake()
-                await self._welcome
-                self._send(KvMapInit(region=self._transfer.local_region()))
-                return (await self._kv_map).region
-        except TimeoutError:
-            raise PeerTimeout(
-                f"no answer from prefill worker {self._peer.worker_id} at {self._address} "
-                f"within {self._connect_timeout_s:g} s"
-            ) from None
-
-    def _send_handshake(self) -> None:
-        local = self._local
-        self._send(
-            Handshake(
-                version=SIGNAL_VERSION,
-                worker_id=local.worker_id,
-                incarnation=local.incarnation,
-                expects=self._peer.incarnation,
-                model_digest=local.model_digest,
-                layout_digest=local.layout_digest,
+    def _on_message(self, message: FromPrefill) -> None:
+        if isinstance(message, NotYet):
+            self._happen((message.request_id, message.attempt), _EVENT.NOT_YET)
+        elif isinstance(message, Never):
+            error = KvMissing(
+                f"prefill worker {self.peer.worker_id} has no KV to give: {message.reason}"
             )
-        )
-
-    def _on_frames(self, frames: list[bytes]) -> None:
-        try:
-            if len(frames) != 1:
-                raise RemoteProtocolError(f"message of {len(frames)} frames")
-            message = from_prefill_decoder.decode(frames[0])
-        except RemoteProtocolError as error:
-            self._break(error)
-            return
-        self._last_heard_s = now_s()
-        if isinstance(message, Welcome):
-            if not self._welcome.done():
-                self._welcome.set_result(message)
-        elif isinstance(message, KvMap):
-            if not self._kv_map.done():
-                self._kv_map.set_result(message)
-        elif isinstance(message, Refused):
-            kind = StaleIncarnation if message.is_stale else PeerRefused
-            self._break(kind(f"{self._peer.worker_id} refused: {message.reason}"))
-        elif isinstance(message, Malformed):
-            self._break(RemoteProtocolError(f"{self._peer.worker_id}: {message.reason}"))
+            cause = _Cause(error=error, reason=message.reason)
+            self._happen((message.request_id, message.attempt), _EVENT.NEVER, cause)
         elif isinstance(message, Ready):
             self._on_ready(message)
-        elif isinstance(message, Never):
-            self._on_never((message.request_id, message.attempt), message.reason)
-        elif isinstance(message, NotYet):
-            pass  # Ready follows by itself
 
     def _on_ready(self, ready: Ready) -> None:
-        future = self._waiting.get((ready.request_id, ready.attempt))
-        if future is not None and not future.done():
-            future.set_result(ready)
-
-    def _on_never(self, key: Key, reason: str) -> None:
-        future = self._waiting.get(key)
-        if future is not None and not future.done():
-            future.set_exception(
-                KvMissing(f"prefill worker {self._peer.worker_id} has no KV to give: {reason}")
-            )
-
-    def _on_pulled(self, key: Key, token: TransferToken) -> None:
-        self._held.discard(key)
-        if self._pulling.pop(key, None) is None or self._broken is not None:
+        key = (ready.request_id, ready.attempt)
+        entry = self._entries.get(key)
+        if entry is not None and entry.state is _STATE.ASKING and not self._is_ours(ready):
+            self._counters.num_kv_mismatched += 1
+            _log.error("kv_identity_mismatch", request=key[0], peer=self.peer.worker_id)
+            error = KvCorrupt(f"{self.peer.worker_id} offered KV that is not this request's")
+            if not entry.promise.done():
+                entry.promise.set_exception(error)
+            self._happen(key, _EVENT.CANCEL, _Cause(reason=error.code))
             return
-        request_id, attempt = key
-        if (error := token.error()) is not None:
-            self._send(Abort(request_id=request_id, attempt=attempt, reason=error.code))
+        self._happen(key, _EVENT.READY, _Cause(ready=ready))
+
+    def _is_ours(self, ready: Ready) -> bool:
+        """Whether Ready comes from the process and the layout that were asked for."""
+        return (
+            ready.worker_id == self.peer.worker_id
+            and ready.incarnation == self.peer.incarnation
+            and ready.layout_digest == self._local.layout_digest
+            and len(ready.block_ids) == len(ready.generations) == len(ready.digests)
+        )
+
+    def _on_tick(self) -> None:
+        for key in list(self._entries):
+            self._happen(key, _EVENT.TICK)
+
+    def _on_broken(self, error: NeuronDiError) -> None:
+        if self._entries or not isinstance(error, PeerGone):
+            _log.warning("link_lost", peer=self.peer.worker_id, reason=error.message)
+        for key in list(self._entries):
+            self._happen(key, _EVENT.LINK_LOST, _Cause(error=error))
+        self._notify_broken(self)
+
+    def _on_late(self, key: Key) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        self._doubt_sends()
+        if entry.state is _STATE.PULLING:  # else nobody waits for it
+            _log.warning("transfer_stalled", request=key[0], peer=self.peer.worker_id)
+            self.cancel(*key, reason="the transfer stalled")
+            entry.on_fail(key, PeerTimeout("the transfer of the KV did not end in time"))
+
+    def _on_received(self, key: Key, entry: _Entry, copied: TransferToken) -> None:
+        """The engine's copy ended. On the thread that ended it: the bytes are read right here."""
+        error = copied.error()
+        try:
+            if error is None:
+                error = self._verify(entry, copied)
+        except Exception as unexpected:
+            error = LocalProtocolError(f"KV could not be verified: {type(unexpected).__name__}")
+        self._loop.call_soon_threadsafe(self._settle, key, entry, error)
+
+    def _verify(self, entry: _Entry, copied: TransferToken) -> NeuronDiError | None:
+        """Compare every received byte with what the prefill worker computed."""
+        start_s = now_s()
+        ready = entry.ready
+        assert ready is not None, "nothing is copied before Ready"
+        self._transfer.fence(self.peer.incarnation)
+        identity = KvIdentity(
+            worker_id=self.peer.worker_id,
+            incarnation=self.peer.incarnation,
+            request_id=ready.request_id,
+            attempt=ready.attempt,
+            layout_digest=self._local.layout_digest,
+        )
+        is_equal = block_digests(self._memory, entry.block_ids, identity) == ready.digests
+        entry.arrived.kv_bytes, entry.arrived.transfer_s = copied.kv_bytes, copied.transfer_s
+        entry.arrived.verify_s = now_s() - start_s
+        return None if is_equal else KvCorrupt("the received KV is not what was promised")
+
+    def _settle(self, key: Key, entry: _Entry, error: NeuronDiError | None) -> None:
+        """Nothing writes to the blocks any more."""
+        if isinstance(error, KvCorrupt):
+            self._counters.num_kv_mismatched += 1
+            _log.error("kv_mismatch", request=key[0], peer=self.peer.worker_id)
+        if entry.late is not None:
+            entry.late.cancel()
+        is_wanted = entry.state is _STATE.PULLING
+        if error is None:
+            self._happen(key, _EVENT.ARRIVED)
         else:
-            self._send(
-                Done(
-                    request_id=request_id,
-                    attempt=attempt,
-                    kv_bytes=token.kv_bytes,
-                    transfer_s=token.transfer_s,
+            self._happen(key, _EVENT.BROKE, _Cause(error=error, reason=error.code))
+        if not entry.arrived.is_done():  # whoever waits for the blocks only may have them now
+            entry.arrived.complete(error if is_wanted else KvMissing("the request was given up"))
+
+    # The table, carried out.
+
+    def _happen(self, key: Key, event: ReceiverEvent, cause: _Cause = _Cause()) -> None:
+        """Move a hand-over by the table. Raises what the table forbids; nothing changed then."""
+        entry = self._entries.get(key)
+        if entry is None:
+            _, actions = receiver_step(_STATE.OVER, event)
+            self._counters.num_stale += len(actions)  # too late, or twice
+            return
+        entry.state, actions = receiver_step(entry.state, event)
+        if entry.state is _STATE.OVER:
+            del self._entries[key]
+        for action in actions:
+            self._act(key, entry, action, cause)
+
+    def _act(self, key: Key, entry: _Entry, action: ReceiverAction, cause: _Cause) -> None:
+        request_id, attempt = key
+        match action:
+            case _ACTION.SEND_LOOKUP:
+                self._link.send(LookupAll(request_id=request_id, attempt=attempt))
+            case _ACTION.SEND_HOLD:
+                self._link.send(Hold(request_id=request_id, attempt=attempt))
+            case _ACTION.SEND_PULL:
+                self._link.send(
+                    Pull(request_id=request_id, attempt=attempt, block_ids=list(entry.block_ids))
                 )
-            )
+            case _ACTION.SEND_DONE:
+                arrived = entry.arrived
+                self._link.send(
+                    Done(
+                        request_id=request_id,
+                        attempt=attempt,
+                        kv_bytes=arrived.kv_bytes,
+                        transfer_s=arrived.transfer_s,
+                    )
+                )
+            case _ACTION.SEND_ABORT:
+                reason = (cause.reason or "the request was given up")[:REASON_CHARS_MAX]
+                self._link.send(Abort(request_id=request_id, attempt=attempt, reason=reason))
+            case _ACTION.POST_RECEIVE:
+                self._post_receive(key, entry)
+            case _ACTION.PROMISE:
+                entry.ready = cause.ready
+                if not entry.promise.done():
+                    assert cause.ready is not None, "READY brings it"
+                    entry.promise.set_result(cause.ready)
+            case _ACTION.DELIVER:
+                entry.arrived.complete()
+            case _ACTION.FAIL:
+                self._fail(key, entry, cause.error)
+            case _ACTION.COUNT_STALE:
+                self._counters.num_stale += 1
 
-    def _ping(self) -> None:
-        self._pinger = self._loop.call_later(PING_INTERVAL_S, self._ping)
-        silence_s = now_s() - self._last_heard_s
-        if silence_s > self._silence_timeout_s:
-            self._break(PeerGone(f"{self._peer.worker_id} said nothing for {silence_s:.1f} s"))
-            return
-        self._num_pings += 1
-        self._send(Ping(sequence=self._num_pings))
-        for request_id, attempt in self._waiting:  # a Ready may have been lost with a connection
-            self._send(LookupAll(request_id=request_id, attempt=attempt))
-        for request_id, attempt in self._held:
-            self._send(Hold(request_id=request_id, attempt=attempt))
+    def _post_receive(self, key: Key, entry: _Entry) -> None:
+        assert entry.ready is not None, "only what was promised is pulled"
+        source = BlockSource(entry.ready.block_ids, entry.ready.generations)
+        num_bytes = len(entry.block_ids) * self._block_bytes
+        entry.late = self._loop.call_later(
+            self._limits.transfer_deadline_s(num_bytes), self._on_late, key
+        )
+        try:
+            copied = self._transfer.post_receive(self.peer.incarnation, source, entry.block_ids)
+        except Exception as bug:  # a receive that was never posted must not be waited for
+            copied = TransferToken()
+            copied.complete(LocalProtocolError(f"no receive was posted: {type(bug).__name__}"))
+        copied.on_done(lambda done: self._on_received(key, entry, done))
+        if isinstance(error := copied.error(), PeerGone):
+            # No way to the peer's pool: the next request makes a new link.
+            self._loop.call_soon(self._link.break_off, error)
 
-    def _break(self, error: NeuronDiError) -> None:
-        """The one end of this buffer: whoever waits gets the error, the socket closes."""
-        if self._broken is not None:
-            return
-        self._broken = error
-        if not isinstance(error, PeerGone) or self._waiting:
-            _log.warning("link_lost", peer=self._peer.worker_id, reason=error.message)
-        if self._pinger is not None:
-            self._pinger.cancel()
-        futures: list[asyncio.Future[Any]] = [self._welcome, self._kv_map, *self._waiting.values()]
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # a future that nobody awaits is no warning
-        self._transfer.disconnect(self._peer.incarnation)
-        self._link.close()
+    def _fail(self, key: Key, entry: _Entry, error: NeuronDiError | None) -> None:
+        assert error is not None, "whatever fails a hand-over says why"
+        if not entry.promise.done():
+            entry.promise.set_exception(error)
+        elif entry.state is _STATE.OVER and entry.block_ids:
+            entry.arrived.complete(error)  # the engine ends the request
+        else:
+            entry.on_fail(key, error)
+            if entry.state is _STATE.DRAINING:
+                self._doubt_sends()
 
-    def _send(self, message: FromDecode) -> None:
-        # Not sent means that the queue to a lost peer is full: the silence deadline ends it.
-        if not self._link.send([encode_msgpack(message)]):
-            _log.info("signal_unsent", kind=type(message).__name__)
+    def _doubt_sends(self) -> None:
+        """A receive waits for a send that may never come, and every later one behind it."""
+        if not self._transfer.is_one_sided:
+            self._loop.call_soon(self._link.break_off, PeerGone("a posted receive lost its send"))

@@ -1,30 +1,36 @@
 """Prefill's end of every hand-over: what is parked, who asked for it, who has it (seed N-41).
 
-One SendBuffer serves all decode workers on one ROUTER socket (N-44). It lives on the
-worker's event loop; nothing here blocks, and the engine's thread never enters.
+One SendBuffer serves all decode workers on one link (N-44). It lives on the worker's event
+loop; nothing here blocks, and the engine's thread never enters. What may happen when, and what
+follows, stands in the SENDER table; this file only carries it out.
 
-    EXPECTED ---park--> PARKED ---Pull--> PULLING ---Done--> gone
-       |                  |                  |
-       +---- drop, Abort, end of lease ------+-------------> gone, remembered for a while
+Next: neuron_di/wire/handoff.py
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
-import zmq
-
-from neuron_di.clock import Deadline, now_s, unix_s
-from neuron_di.errors import KvExpired, KvMissing, NeuronDiError, PeerError, RemoteProtocolError
+from neuron_di.clock import Deadline
+from neuron_di.config import HandOverOptions
+from neuron_di.core.remembered import Remembered
+from neuron_di.errors import (
+    KvExpired,
+    KvMissing,
+    LocalProtocolError,
+    NeuronDiError,
+    PeerError,
+    RemoteProtocolError,
+    StaleAttempt,
+)
 from neuron_di.obs import get_logger
+from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.identity import LocalWorker
-from neuron_di.transfer.signal_link import SignalSocket, bind_router, bound_port
+from neuron_di.transfer.send_peers import Identity, Peer, SendPeers
+from neuron_di.transfer.signal_link import SignalTransport
 from neuron_di.transfer.transfer_engine import TransferEngine, TransferToken
 from neuron_di.types import BlockId, Incarnation, RequestId
 from neuron_di.wire import (
-    SIGNAL_VERSION,
     Abort,
     Done,
     FromPrefill,
@@ -41,46 +47,50 @@ from neuron_di.wire import (
     Pull,
     Ready,
     Refused,
-    Welcome,
     encode_msgpack,
     from_decode_decoder,
 )
+from neuron_di.wire.handoff import SenderAction, SenderEvent, SenderState, sender_step
+from neuron_di.wire.signal import REASON_CHARS_MAX
 
 _log = get_logger(__name__)
 
-ENDED_REMEMBERED_MAX = 4096  # how many ended requests still answer "never" instead of "not yet"
-ASKED_EARLY_MAX = 4096  # lookups that came before their request
 SWEEP_INTERVAL_S = 1.0
-PEER_SILENCE_S = 30.0  # then a decode worker, which pings every second, is forgotten
 
 Key = tuple[RequestId, int]
-# Called once per parked request: the peer's Done, or why the KV was given up.
-OnEnd = Callable[[Key, Done | NeuronDiError], None]
+# Called once per parked request: the peer's Done, or why the KV was given up. Its blocks may be
+# used again once `held_by`, if there is one, is done.
+OnEnd = Callable[[Key, Done | NeuronDiError, TransferToken | None], None]
 
-
-class _State(Enum):
-    EXPECTED = "expected"  # a lookup may have come; the prefill is not finished
-    PARKED = "parked"
-    PULLING = "pulling"
+_ACTION, _EVENT, _STATE = SenderAction, SenderEvent, SenderState
+_GIVEN_UP = (SenderState.RECALLED, SenderState.OVER)
 
 
 @dataclass(slots=True)
 class _Entry:
-    deadline: Deadline | None  # None: the prefill is ours and runs under its own deadline
-    state: _State = _State.EXPECTED
-    asker: Incarnation | None = None
+    state: SenderState = SenderState.UNKNOWN
+    reader: Identity | None = None
+    reader_incarnation: Incarnation | None = None
+    lease: Deadline | None = None  # None: the prefill is ours and runs under its own deadline
+    lease_max: Deadline | None = None
     ready: Ready | None = None
-    send: TransferToken | None = None
+    send: TransferToken | None = None  # of a two-sided engine; done at once in a one-sided one
+    quarantine: TransferToken | None = None
 
 
-@dataclass(slots=True)
-class _Peer:
-    worker_id: str
-    last_heard_s: float
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """What an event brings along for the actions that it sets off."""
+
+    peer: Identity | None = None
+    incarnation: Incarnation | None = None
+    reason: str = ""
+    error: NeuronDiError | None = None
+    done: Done | None = None
 
 
 class SendBuffer:
-    """Owns the ROUTER socket and the table of parked requests; borrows their blocks.
+    """Owns its end of the link and the table of hand-overs; borrows the parked blocks.
 
     `allowed_peer` is the fixed decode worker's id in static mode (N-42); None takes any.
     """
@@ -89,53 +99,69 @@ class SendBuffer:
         self,
         local: LocalWorker,
         transfer: TransferEngine,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        transport: SignalTransport,
         *,
         host: str,
         port: int,
-        kv_lease_s: float,
+        limits: HandOverOptions,
+        counters: HandOverCounters,
         on_end: OnEnd,
         allowed_peer: str | None = None,
     ) -> None:
-        self._local = local
         self._transfer = transfer
-        self._kv_lease_s = kv_lease_s
+        self._limits = limits
+        self._counters = counters
         self._on_end = on_end
-        self._allowed_peer = allowed_peer
         self._loop = asyncio.get_running_loop()
-        socket = bind_router(context, host, port)
-        self.port = bound_port(socket)
-        self._link = SignalSocket(socket, self._on_frames)
+        self._peers = SendPeers(
+            local,
+            allowed_peer=allowed_peer,
+            peers_max=limits.peers_max,
+            silence_s=limits.peer_silence_s,
+            on_lost=self._on_peer_lost,
+        )
+        self._link, self.port = transport.bind(host, port, self._on_frames)
         self.lookup_dict: dict[Key, _Entry] = {}
-        self._ended: OrderedDict[Key, str] = OrderedDict()
-        self._peers: dict[Incarnation, _Peer] = {}  # after the handshake
+        self._over: Remembered[Key, str] = Remembered(limits.remembered_max)  # and why
+        self._latest: Remembered[RequestId, int] = Remembered(limits.remembered_max)  # attempt
         self._accepting: set[asyncio.Task[None]] = set()
-        self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
-        self.num_malformed = 0
+        self._sweep_interval_s = min(SWEEP_INTERVAL_S, limits.kv_lease_s / 4)
+        self._sweeper = self._loop.call_later(self._sweep_interval_s, self._sweep)
 
     @property
     def peers(self) -> list[str]:
         """Worker ids of the decode workers that shook hands and still talk."""
-        return sorted(peer.worker_id for peer in self._peers.values())
+        return self._peers.worker_ids()
 
     def expect(self, request_id: RequestId, attempt: int) -> None:
-        """A prefill was accepted: lookups for it are "not yet" until park() or drop()."""
-        self.lookup_dict.setdefault((request_id, attempt), _Entry(None)).deadline = None
+        """A prefill was accepted: lookups for it are "not yet" until park() or drop().
+
+        StaleAttempt when a later attempt is known, KvMissing when this one was here before, or
+        is over because its decode worker gave up: nobody would pull it.
+        """
+        if attempt < self._latest.get(request_id, 0):
+            raise StaleAttempt("a later attempt at this request is known")
+        self._latest.set(request_id, attempt)
+        for earlier in range(attempt):
+            self.drop(request_id, earlier, reason="a later attempt took over")
+        self._happen((request_id, attempt), _EVENT.EXPECT)
 
     def park(self, ready: Ready) -> None:
-        """The prefill is complete: its blocks may be pulled until the lease ends."""
-        entry = self.lookup_dict[(ready.request_id, ready.attempt)]
-        assert entry.state is _State.EXPECTED
-        entry.state, entry.ready = _State.PARKED, ready
-        self._renew(entry)
-        if entry.asker is not None:
-            self._send(entry.asker, ready)
+        """The prefill is complete: its blocks may be pulled until the lease ends.
+
+        StaleAttempt when a later attempt was expected in the meantime.
+        """
+        key = (ready.request_id, ready.attempt)
+        if ready.attempt < self._latest.get(ready.request_id, 0):
+            raise StaleAttempt("a later attempt took over")
+        if (entry := self.lookup_dict.get(key)) is not None:
+            entry.ready = ready
+        self._happen(key, _EVENT.PARK)
 
     def drop(self, request_id: RequestId, attempt: int, reason: str) -> None:
         """The request is over on this side: failed, cancelled, or complete with its first token."""
-        entry = self._forget((request_id, attempt), reason)
-        if entry is not None and entry.asker is not None:
-            self._send(entry.asker, Never(request_id=request_id, attempt=attempt, reason=reason))
+        error = KvMissing(f"the prefill worker gave the request up: {reason}")
+        self._happen((request_id, attempt), _EVENT.DROP, _Cause(reason=reason, error=error))
 
     def close(self) -> None:
         self._sweeper.cancel()
@@ -146,184 +172,229 @@ class SendBuffer:
     # Messages. A bad one is answered and counted; it harms nobody but its sender.
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        peer = Incarnation(frames[0].decode("latin-1"))  # any bytes, and back again
+        identity = frames[0].decode("latin-1")  # any bytes, and back again
         try:
             if len(frames) != 2:
                 raise RemoteProtocolError(f"message of {len(frames)} frames")
-            self._on_message(peer, from_decode_decoder.decode(frames[1]))
+            self._on_message(identity, from_decode_decoder.decode(frames[1]))
         except PeerError as error:
-            self.num_malformed += 1
+            self._counters.num_signals_refused += 1
             _log.warning("signal_refused", fault="peer", reason=error.message)
-            self._send_raw(frames[0], Malformed(reason=error.message))
+            self._send(identity, Malformed(reason=error.message[:REASON_CHARS_MAX]))
 
-    def _on_message(self, peer: Incarnation, message: object) -> None:
+    def _on_message(self, identity: Identity, message: object) -> None:
         if isinstance(message, Handshake):
-            self._on_handshake(peer, message)
+            answer = self._peers.shake_hands(identity, message)
+            self._counters.num_signals_refused += isinstance(answer, Refused)
+            self._send(identity, answer)
             return
-        if peer not in self._peers:
+        peer = self._peers.heard(identity)
+        if peer is None:
             raise RemoteProtocolError("handshake first")
-        self._peers[peer].last_heard_s = now_s()
         if isinstance(message, KvMapInit):
-            task = self._loop.create_task(self._accept(peer, message))
-            self._accepting.add(task)
-            task.add_done_callback(self._accepting.discard)
-        elif isinstance(message, LookupAll):
-            self._on_lookup(peer, message)
-        elif isinstance(message, Hold):
-            self._on_hold(peer, message)
-        elif isinstance(message, Pull):
-            self._on_pull(peer, message)
-        elif isinstance(message, Done):
-            self._on_done(peer, message)
-        elif isinstance(message, Abort):
-            self._on_abort(peer, message)
+            self._start_accepting(identity, peer, message)
         elif isinstance(message, Ping):
-            self._send(peer, Pong(sequence=message.sequence))
+            self._send(identity, Pong(sequence=message.sequence))
+        elif isinstance(message, LookupAll | Hold | Pull | Done | Abort):
+            self._on_request_message(identity, peer, message)
 
-    def _on_handshake(self, peer: Incarnation, message: Handshake) -> None:
-        local = self._local
-        refusal = None
-        is_stale = message.expects != local.incarnation
-        if message.version != SIGNAL_VERSION:
-            refusal = f"signal protocol {message.version}, this worker speaks {SIGNAL_VERSION}"
-        elif is_stale:
-            refusal = f"{local.worker_id} restarted: not the process you were told of"
-        elif message.incarnation != peer:
-            refusal = "the connection's identity is not the incarnation it states"
-        elif message.model_digest != local.model_digest:
-            refusal = f"another model than {local.worker_id}'s"
-        elif message.layout_digest != local.layout_digest:
-            refusal = f"another KV layout than {local.worker_id}'s"
-        elif self._allowed_peer is not None and message.worker_id != self._allowed_peer:
-            refusal = f"{local.worker_id} is bound to {self._allowed_peer}"
-        if refusal is not None:
-            _log.warning("handshake_refused", peer=message.worker_id, reason=refusal)
-            self._send(peer, Refused(reason=refusal, is_stale=is_stale))
-            return
-        self._peers[peer] = _Peer(message.worker_id, now_s())
-        _log.info("handshake", peer=message.worker_id)
-        self._send(
-            peer,
-            Welcome(
-                status="ok",
-                timestamp=unix_s(),
-                worker_id=local.worker_id,
-                incarnation=local.incarnation,
-            ),
-        )
-
-    async def _accept(self, peer: Incarnation, message: KvMapInit) -> None:
-        try:
-            await self._loop.run_in_executor(None, self._transfer.accept, peer, message.region)
-        except PeerError as error:
-            self._send(peer, Refused(reason=error.message))
-        else:
-            self._send(peer, KvMap(region=self._transfer.local_region()))
-
-    def _on_lookup(self, peer: Incarnation, message: LookupAll) -> None:
-        request_id, attempt = key = (message.request_id, message.attempt)
-        if (reason := self._ended.get(key)) is not None:
-            self._send(peer, Never(request_id=request_id, attempt=attempt, reason=reason))
-            return
-        entry = self.lookup_dict.get(key)
-        if entry is None:
-            # The two legs race: the decode worker may ask before the prompt has arrived here.
-            if len(self.lookup_dict) >= ASKED_EARLY_MAX:
-                self._send(peer, Never(request_id=request_id, attempt=attempt, reason="busy"))
-                return
-            entry = self.lookup_dict[key] = _Entry(Deadline.after(self._kv_lease_s))
-        if entry.asker is not None and entry.asker != peer:
-            raise RemoteProtocolError("this request was asked for by another worker")
-        entry.asker = peer
-        if entry.ready is not None:
-            self._renew(entry)
-            self._send(peer, entry.ready)
-        else:
-            self._send(peer, NotYet(request_id=request_id, attempt=attempt))
-
-    def _on_hold(self, peer: Incarnation, message: Hold) -> None:
-        entry = self._entry_of(peer, message.request_id, message.attempt)
-        if entry is not None and entry.ready is not None:
-            self._renew(entry)
-
-    def _renew(self, entry: _Entry) -> None:
-        entry.deadline = Deadline.after(self._kv_lease_s)
-
-    def _on_pull(self, peer: Incarnation, message: Pull) -> None:
-        entry = self._entry_of(peer, message.request_id, message.attempt)
-        if entry is None or entry.ready is None or entry.state is not _State.PARKED:
-            return  # too late or twice: Never was sent when it ended, or the pull is running
-        if len(message.block_ids) != len(entry.ready.block_ids):
-            raise RemoteProtocolError("a pull for another number of blocks than were parked")
-        entry.state = _State.PULLING
-        self._renew(entry)
-        blocks = [BlockId(block_id) for block_id in entry.ready.block_ids]
-        entry.send = self._transfer.post_send(peer, blocks)
-
-    def _on_done(self, peer: Incarnation, message: Done) -> None:
-        entry = self._entry_of(peer, message.request_id, message.attempt)
-        if entry is None:
-            return
-        if entry.ready is None:
-            raise RemoteProtocolError("done with what was never ready")
-        self._end((message.request_id, message.attempt), entry, "handed over", message)
-
-    def _on_abort(self, peer: Incarnation, message: Abort) -> None:
+    def _on_request_message(
+        self, identity: Identity, peer: Peer, message: LookupAll | Hold | Pull | Done | Abort
+    ) -> None:
         key = (message.request_id, message.attempt)
-        entry = self._entry_of(peer, *key)
-        if entry is not None and entry.ready is not None:
-            error = KvMissing(f"the decode worker gave up: {message.reason}")
-            self._end(key, entry, message.reason, error)
-        elif entry is not None:
-            entry.asker = None  # still being prefilled: the proxy cancels that leg itself
-
-    def _end(self, key: Key, entry: _Entry, reason: str, outcome: Done | NeuronDiError) -> None:
-        self._forget(key, reason)
-        if entry.send is None:
-            self._on_end(key, outcome)
-        else:  # the blocks are ours again when our own side has let go of them, too
-            entry.send.on_done(
-                lambda _: self._loop.call_soon_threadsafe(self._on_end, key, outcome)
-            )
-
-    def _entry_of(self, peer: Incarnation, request_id: RequestId, attempt: int) -> _Entry | None:
-        entry = self.lookup_dict.get((request_id, attempt))
-        if entry is None or entry.asker is None:
-            return None  # over here, or given up by the decode worker: nothing to change
-        if entry.asker != peer:
+        entry = self.lookup_dict.get(key)
+        if entry is not None and entry.reader not in (None, identity):
             raise RemoteProtocolError("this request belongs to another worker")
-        return entry
+        if isinstance(message, LookupAll):
+            if entry is None and len(self.lookup_dict) >= self._limits.remembered_max:
+                self._send(identity, _never(key, "this prefill worker has too many open requests"))
+                return
+        elif entry is not None and entry.reader is None:
+            self._counters.num_stale += 1  # it gave this request up, or never asked for it
+            return
+        if isinstance(message, Pull) and entry is not None and entry.ready is not None:
+            _check_pull(message, entry.ready)
+        cause = _Cause(peer=identity, incarnation=peer.incarnation)
+        if isinstance(message, Done):
+            cause = _Cause(peer=identity, done=message, reason="it was handed over")
+        elif isinstance(message, Abort):
+            error = KvMissing(f"the decode worker gave up: {message.reason}")
+            cause = _Cause(peer=identity, reason=message.reason, error=error)
+        self._happen(key, _EVENTS[type(message)], cause)
 
-    def _forget(self, key: Key, reason: str) -> _Entry | None:
-        entry = self.lookup_dict.pop(key, None)
-        if entry is not None:
-            self._ended[key] = reason
-            if len(self._ended) > ENDED_REMEMBERED_MAX:
-                self._ended.popitem(last=False)
-        return entry
+    def _start_accepting(self, identity: Identity, peer: Peer, message: KvMapInit) -> None:
+        if peer.is_connecting:
+            raise RemoteProtocolError("the KV map is being exchanged already")
+        peer.is_connecting = True
+        task = self._loop.create_task(self._accept(identity, peer, message))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    async def _accept(self, identity: Identity, peer: Peer, message: KvMapInit) -> None:
+        accept = self._transfer.accept
+        try:
+            await self._loop.run_in_executor(None, accept, peer.incarnation, message.region)
+        except PeerError as error:
+            self._send(identity, Refused(reason=error.message[:REASON_CHARS_MAX]))
+        else:
+            self._send(identity, KvMap(region=self._transfer.local_region()))
+        finally:
+            peer.is_connecting = False
+
+    # The table, carried out.
+
+    def _happen(self, key: Key, event: SenderEvent, cause: _Cause = _Cause()) -> None:
+        """Move a hand-over by the table. Raises what the table forbids; nothing changed then."""
+        entry = self.lookup_dict.get(key) or _Entry(self._state_of(key))
+        before = entry.state
+        entry.state, actions = sender_step(before, event)
+        if entry.state in _GIVEN_UP and before not in _GIVEN_UP:
+            self._over.set(key, cause.reason or event.value)
+        if entry.state is _STATE.OVER:
+            self.lookup_dict.pop(key, None)
+        elif entry.state is not _STATE.UNKNOWN:
+            self.lookup_dict[key] = entry
+        for action in actions:
+            self._act(key, entry, action, cause)
+
+    def _state_of(self, key: Key) -> SenderState:
+        """Of a hand-over without an entry."""
+        if key in self._over or key[1] < self._latest.get(key[0], 0):
+            return _STATE.OVER
+        return _STATE.UNKNOWN
+
+    def _why_never(self, key: Key) -> str:
+        is_late = key[1] < self._latest.get(key[0], 0)
+        return self._over.get(key, "a later attempt took over" if is_late else "it is not here")
+
+    def _act(self, key: Key, entry: _Entry, action: SenderAction, cause: _Cause) -> None:
+        match action:
+            case _ACTION.NAME_READER:
+                entry.reader, entry.reader_incarnation = cause.peer, cause.incarnation
+            case _ACTION.FORGET_READER:
+                entry.reader = entry.reader_incarnation = None
+            case _ACTION.START_LEASE:
+                self._start_lease(entry)
+            case _ACTION.RENEW_LEASE:
+                renewed = Deadline.after(self._limits.kv_lease_s)
+                entry.lease = renewed.earlier_of(entry.lease_max or renewed)
+            case _ACTION.STOP_LEASE:
+                entry.lease = entry.lease_max = None
+            case _ACTION.SAY_NOT_YET:
+                self._say(entry, cause, NotYet(request_id=key[0], attempt=key[1]))
+            case _ACTION.SAY_NEVER:
+                self._say(entry, cause, _never(key, cause.reason or self._why_never(key)))
+            case _ACTION.SAY_READY:
+                assert entry.ready is not None, "parked entries have it"
+                self._say(entry, cause, entry.ready)
+            case _ACTION.REFUSE:
+                raise KvMissing(f"this attempt is here already, or over: {self._why_never(key)}")
+            case _ACTION.COUNT_STALE:
+                self._counters.num_stale += 1
+            case _:
+                self._act_on_blocks(key, entry, action, cause)
+
+    def _act_on_blocks(self, key: Key, entry: _Entry, action: SenderAction, cause: _Cause) -> None:
+        match action:
+            case _ACTION.POST_SEND:
+                assert entry.ready is not None, "parked entries have it"
+                assert entry.reader_incarnation is not None, "only its reader pulls"
+                blocks = [BlockId(block_id) for block_id in entry.ready.block_ids]
+                try:
+                    entry.send = self._transfer.post_send(entry.reader_incarnation, blocks)
+                except Exception as bug:  # a send that was never posted must not be waited for
+                    entry.send = TransferToken()
+                    error = LocalProtocolError(f"no send was posted: {type(bug).__name__}")
+                    entry.send.complete(error)
+                entry.send.on_done(lambda send: self._on_sent(key, entry, send))
+            case _ACTION.RELEASE:
+                assert cause.done is not None, "only Done releases"
+                self._on_end(key, cause.done, _unless_done(entry.send))
+            case _ACTION.GIVE_UP:
+                assert cause.error is not None, "whatever ends a hand-over says why"
+                self._on_end(key, cause.error, _unless_done(entry.send))
+            case _ACTION.QUARANTINE:
+                assert cause.error is not None, "whatever ends a hand-over says why"
+                entry.quarantine = TransferToken()
+                _log.warning("kv_quarantined", request=key[0], reason=cause.reason)
+                # Nobody was told where the blocks are: nobody reads them.
+                is_read = entry.reader is not None
+                entry.lease = entry.lease if is_read else Deadline.after(0.0)
+                self._on_end(key, cause.error, entry.quarantine if is_read else None)
+            case _ACTION.LET_GO:
+                quarantine, send = entry.quarantine, entry.send
+                assert quarantine is not None, "only recalled blocks are let go"
+                if send is None:
+                    quarantine.complete()
+                else:  # the reader has let go, but our own send may still run
+                    send.on_done(lambda _: quarantine.complete())
+
+    def _on_sent(self, key: Key, entry: _Entry, send: TransferToken) -> None:
+        """A posted send ended, on any thread. Of a failed one the reader would never hear."""
+        if (error := send.error()) is not None:
+            self._loop.call_soon_threadsafe(self._on_send_failed, key, entry, error)
+
+    def _on_send_failed(self, key: Key, entry: _Entry, error: NeuronDiError) -> None:
+        if self.lookup_dict.get(key) is entry:
+            reason = f"the send failed: {error.code}"
+            self._happen(key, _EVENT.DROP, _Cause(reason=reason, error=error))
+
+    def _start_lease(self, entry: _Entry) -> None:
+        if entry.state is _STATE.RECALLED:
+            entry.lease = Deadline.after(self._limits.quarantine_s)
+        else:
+            entry.lease = Deadline.after(self._limits.kv_lease_s)
+            entry.lease_max = Deadline.after(self._limits.kv_lease_max_s)
+
+    def _on_peer_lost(self, identity: Identity, incarnation: Incarnation) -> None:
+        error = KvMissing("the decode worker fell silent")
+        cause = _Cause(peer=identity, reason="the decode worker fell silent", error=error)
+        for key in [key for key, entry in self.lookup_dict.items() if entry.reader == identity]:
+            self._happen(key, _EVENT.READER_LOST, cause)
+        if not self._peers.is_connected(incarnation):
+            self._transfer.disconnect(incarnation)
 
     def _sweep(self) -> None:
-        self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
-        silent_since_s = now_s() - PEER_SILENCE_S
-        for peer in [p for p, heard in self._peers.items() if heard.last_heard_s < silent_since_s]:
-            _log.info("peer_silent", peer=self._peers.pop(peer).worker_id)
-            self._transfer.disconnect(peer)
-        passed = [
-            key
-            for key, entry in self.lookup_dict.items()
-            if entry.deadline is not None and entry.deadline.has_passed()
-        ]
-        for key in passed:
-            was_parked = self.lookup_dict[key].ready is not None
-            self.drop(*key, reason="the lease ended")
-            if was_parked:
+        self._sweeper = self._loop.call_later(self._sweep_interval_s, self._sweep)
+        self._peers.forget_silent()
+        for key, entry in list(self.lookup_dict.items()):
+            if entry.lease is None or not entry.lease.has_passed():
+                continue
+            if entry.state in (_STATE.PARKED, _STATE.PULLING):
+                self._counters.num_leases_ended += 1
                 _log.warning("kv_lease_ended", request=key[0])
-                self._on_end(key, KvExpired("nobody pulled the KV before its lease ended"))
+            error = KvExpired("nobody pulled the KV before its lease ended")
+            cause = _Cause(reason="the lease ended", error=error)
+            self._happen(key, _EVENT.LEASE_ENDED, cause)
 
-    def _send(self, peer: Incarnation, message: FromPrefill) -> None:
-        self._send_raw(peer.encode("latin-1"), message)
+    def _say(self, entry: _Entry, cause: _Cause, message: FromPrefill) -> None:
+        """To whoever asked just now, else to whoever asked before, else to nobody."""
+        if (identity := cause.peer or entry.reader) is not None:
+            self._send(identity, message)
 
-    def _send_raw(self, identity: bytes, message: FromPrefill) -> None:
+    def _send(self, identity: Identity, message: FromPrefill) -> None:
         # Not sent means that the peer is gone: its leg fails at the proxy, and leases end.
-        if not self._link.send([identity, encode_msgpack(message)]):
+        if not self._link.send([identity.encode("latin-1"), encode_msgpack(message)]):
             _log.info("signal_unsent", kind=type(message).__name__)
+
+
+_EVENTS: dict[type, SenderEvent] = {
+    LookupAll: _EVENT.LOOKUP,
+    Hold: _EVENT.HOLD,
+    Pull: _EVENT.PULL,
+    Done: _EVENT.DONE,
+    Abort: _EVENT.ABORT,
+}
+
+
+def _never(key: Key, reason: str) -> Never:
+    return Never(request_id=key[0], attempt=key[1], reason=reason[:REASON_CHARS_MAX])
+
+
+def _check_pull(pull: Pull, ready: Ready) -> None:
+    if len(pull.block_ids) != len(ready.block_ids):
+        raise RemoteProtocolError("a pull for another number of blocks than were parked")
+
+
+def _unless_done(token: TransferToken | None) -> TransferToken | None:
+    return None if token is None or token.is_done() else token

@@ -48,6 +48,7 @@ class ShmEngine:
     """Owns one thread and the maps of its peers' pools; borrows this worker's pool."""
 
     name = "shm"
+    is_one_sided = True
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
@@ -93,6 +94,9 @@ class ShmEngine:
         else:
             self._jobs.put(_Job(peer_pool, source, block_ids, token))
         return token
+
+    def fence(self, peer: Incarnation) -> None:
+        """Nothing to do: this processor wrote the bytes that it will read."""
 
     def disconnect(self, peer: Incarnation) -> None:
         self._peers.pop(peer, None)  # a running copy keeps its map

@@ -8,6 +8,7 @@ deadlines and leases, never by hoarding stale messages.
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 import zmq
 
@@ -24,15 +25,45 @@ HEARTBEAT_TIMEOUT_MS = 3_000
 CONNECT_TIMEOUT_MS = 2_000
 
 
+OnFrames = Callable[[list[bytes]], None]
+
+
+class Link(Protocol):
+    """One end of the signal link."""
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Queue a message. False when the peer is gone or its queue is full: it is not sent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SignalTransport(Protocol):
+    """What carries signals. ZMQ outside of simulations.
+
+    A bound end gets and sends [identity of the peer, message], a connected one [message].
+    """
+
+    def bind(self, host: str, port: int, on_frames: OnFrames) -> tuple[Link, int]:
+        """Prefill: listen, and return the port. ConfigError when that cannot be."""
+        ...
+
+    def connect(self, host: str, port: int, identity: bytes, on_frames: OnFrames) -> Link:
+        """Decode: connect in the background. PeerGone when no link can be at that address."""
+        ...
+
+    def close(self) -> None:
+        """End after every link was closed."""
+        ...
+
+
 class SignalSocket:
     """One ZMQ socket on the running loop. Not thread-safe: one socket, one thread, no exception.
 
     `on_frames` gets each message's frames. If it raises, that is logged and the link goes on.
     """
 
-    def __init__(
-        self, socket: "zmq.Socket[bytes]", on_frames: Callable[[list[bytes]], None]
-    ) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", on_frames: OnFrames) -> None:
         self._socket = socket
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
@@ -99,12 +130,13 @@ def endpoint(host: str, port: int) -> str:
 def bind_router(
     context: "zmq.Context[zmq.Socket[bytes]]", host: str, port: int
 ) -> "zmq.Socket[bytes]":
-    """Prefill's socket: many decode workers on one port. ConfigError when it cannot be bound."""
+    """Prefill's socket: many decode workers on one port. ConfigError when it cannot be bound.
+
+    An identity belongs to the connection that had it first: nobody takes another's over.
+    """
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # Who comes back over a second connection is heard at once, not when the first has died.
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
         socket.bind(endpoint(host, port))
     except zmq.ZMQError as error:
@@ -136,3 +168,20 @@ def connect_dealer(
         socket.close()
         raise PeerGone(f"no signal link can be at {host}:{port}: {error}") from None
     return socket
+
+
+class ZmqTransport:
+    """Owns a ZMQ context."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def bind(self, host: str, port: int, on_frames: OnFrames) -> tuple[Link, int]:
+        socket = bind_router(self._context, host, port)
+        return SignalSocket(socket, on_frames), bound_port(socket)
+
+    def connect(self, host: str, port: int, identity: bytes, on_frames: OnFrames) -> Link:
+        return SignalSocket(connect_dealer(self._context, host, port, identity), on_frames)
+
+    def close(self) -> None:
+        self._context.term()

@@ -8,8 +8,8 @@ strictest of them, libnrt, holds for all:
   in the order in which Pull messages arrive. Matching needs no tag.
 - A posted transfer cannot be cancelled. Source and destination blocks stay untouched by
   anybody else until its token is done.
-- Done means visible: an engine that needs a flush or a fence performs it before it says so,
-  and it says success only if the source blocks were not given up meanwhile.
+- Done is not yet visible: whoever reads received bytes calls `fence` first. Success is said
+  only if the source blocks were not given up meanwhile, as far as the engine can tell.
 - connect() and accept() may take long and may block: they are called neither on the event
   loop nor on the engine's thread.
 """
@@ -37,6 +37,7 @@ class TransferToken:
         self._on_done: list[Callable[[TransferToken], object]] = []
         self.kv_bytes = 0
         self.transfer_s = 0.0
+        self.verify_s = 0.0
 
     def is_done(self) -> bool:
         return self._is_done
@@ -76,6 +77,8 @@ class TransferEngine(Protocol):
     """Moves blocks between this worker's pool and its peers'. Thread-safe."""
 
     name: str
+    # One-sided: a receive needs nothing of the peer, so it always ends by itself.
+    is_one_sided: bool
 
     def local_region(self) -> Region:
         """How a peer reaches this worker's pool; sent at the handshake."""
@@ -102,8 +105,19 @@ class TransferEngine(Protocol):
         """Decode side: fill these blocks of ours. Returns at once; poll the token."""
         ...
 
+    def fence(self, peer: Incarnation) -> None:
+        """Make the bytes of every receive that is done visible to this worker's readers.
+
+        Called before they are verified, on the thread that completed the receive. Short.
+        """
+        ...
+
     def disconnect(self, peer: Incarnation) -> None:
-        """Forget a peer once its posted transfers ended. Unknown peers are ignored."""
+        """Forget a peer. Unknown peers are ignored.
+
+        A receive of a two-sided engine that nothing will match any more ends with an error here,
+        or, where the device cannot end it, stays posted, and its blocks quarantined.
+        """
         ...
 
     def close(self) -> None:

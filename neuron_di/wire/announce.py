@@ -31,6 +31,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     signal_host: str
     signal_port: int  # 0 where the role has no SendBuffer (decode)
     started_unix_s: float
+    # How this worker rounds. A continuation among workers that say the same is exact, bit for
+    # bit; None: no two runs need be equal.
+    numerics: str | None = None
     connections: list[str] = []  # worker ids of the peers it has a buffer for
 
     def key(self) -> str:
@@ -53,13 +56,25 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to GET /status on a worker: its record and its load at this moment."""
 
     record: WorkerRecord
-    num_blocks: int
+    num_blocks: int  # the sum of all the kinds below
     num_blocks_free: int
+    num_blocks_running: int = 0
+    num_blocks_parked: int = 0  # prefill: under a KvLease
+    num_blocks_receiving: int = 0  # decode
+    num_blocks_cached: int = 0
+    num_blocks_quarantined: int = 0  # given up while a transfer may still touch them
+    num_legs: int = 0
     num_waiting: int
     num_running: int
     num_transferring: int  # prefill: parked; decode: being received
     num_steps: int
     kv_bytes_received: int = 0
+    # What went wrong since this process started, and was dealt with.
+    num_kv_mismatched: int = 0  # received KV that was not what was promised; never used
+    num_leases_ended: int = 0  # KV that nobody pulled in time
+    num_signals_refused: int = 0  # messages of peers that could not be understood or allowed
+    num_stale: int = 0  # messages that came too late or twice
+    has_failed: bool = False  # the engine ended by a bug: this process is about to end
 
 
 record_decoder: Decoder[WorkerRecord] = Decoder(

@@ -16,6 +16,9 @@ EVENT_BYTES_MAX = 1 << 20  # one line of a leg's answer
 # A request's id as it arrives. Workers remember many, so that none may be large.
 BoundedRequestId = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=128)]
 
+# Attempts are few; the bound keeps loops over the earlier ones short whatever a peer says.
+BoundedAttempt = Annotated[int, msgspec.Meta(ge=0, le=1000)]
+
 
 class Decoder(Generic[T]):
     """Decodes one declared type from a peer's bytes, or raises RemoteProtocolError."""

@@ -3,21 +3,31 @@
 A leg is one HTTP POST. Its body is one JSON document; its answer is a stream of JSON
 lines (events). Closing the connection cancels the leg.
 
-    POST /legs/prefill   PrefillLeg -> Token(0), then Finished
-                                       | Token(0), Parked, later Released
-    POST /legs/decode    DecodeLeg  -> Token(1), Token(2), ..., Finished
-    POST /legs/whole     PrefillLeg -> Token(0), Token(1), ..., Finished     (role "both")
+    POST /legs/prefill   PrefillLeg -> Token(k), then Finished
+                                       | Token(k), Parked, later Released
+    POST /legs/decode    DecodeLeg  -> Token(k+1), Token(k+2), ..., Finished
+    POST /legs/whole     PrefillLeg -> Token(k), Token(k+1), ..., Finished     (role "both")
     any of them                     -> ... Failed as the last event
 
-`Finished`, `Released` and `Failed` are terminal: exactly one of them ends every leg.
+k is 0, or the number of tokens that earlier attempts sent to the client: those ids are
+given in the leg, and are never sampled again. If they are a complete answer by themselves,
+Finished comes without a token. `Finished`, `Released` and `Failed` are terminal: exactly one
+of them ends every leg. `attempt` fences: a worker that knows a later one refuses an earlier.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from neuron_di.errors import Fault
 from neuron_di.types import FinishReason, Incarnation, WorkerId
-from neuron_di.wire.codec import EVENT_BYTES_MAX, LEG_BYTES_MAX, BoundedRequestId, Decoder
+from neuron_di.wire.codec import (
+    EVENT_BYTES_MAX,
+    LEG_BYTES_MAX,
+    BoundedAttempt,
+    BoundedRequestId,
+    Decoder,
+)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,24 +65,28 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True):
-    """Compute a prompt's KV and the first token. The prompt is the client's own JSON, unread."""
+    """Compute a prompt's KV and the next token. The prompt is the client's own JSON, unread."""
 
     request_id: BoundedRequestId
-    attempt: int
+    attempt: BoundedAttempt
     endpoint: Literal["chat", "completions"]
     prompt: msgspec.Raw  # chat: the `messages` array; completions: a string or a list of ids
     sampling: SamplingParams
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]  # then the worker ends the leg
     context_tokens: int | None = None  # the smaller of both workers'; None: this worker's own
+    emitted: tuple[int, ...] = ()  # output ids that the client has: forced, not sampled
 
 
 class DecodeLeg(msgspec.Struct, frozen=True, kw_only=True):
     """Continue a request whose prompt is being prefilled by `prefill`."""
 
     request_id: BoundedRequestId
-    attempt: int
+    attempt: BoundedAttempt
     sampling: SamplingParams
     prefill: PeerAddress
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
     context_tokens: int | None = None  # as in the prefill leg: both must count alike
+    num_emitted: int = 0  # as in the prefill leg
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +113,7 @@ class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued_s: float = 0.0  # until its first step (prefill, both) or its transfer (decode)
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    verify_s: float = 0.0  # prefill: digests made; decode: digests compared
     num_prompt: int = 0
     num_generated: int = 0
     link: str = ""  # name of the transfer engine; "" when nothing moved
@@ -143,12 +158,16 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="failed"):
-    """The leg ended without its result. Terminal."""
+    """The leg ended without its result. Terminal.
+
+    `fault` is who the worker blames: "peer" is its partner in the hand-over.
+    """
 
     code: str
     message: str
     http_status: int
     retryable: bool
+    fault: Fault = "us"
     param: str | None = None
 
 

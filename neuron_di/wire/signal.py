@@ -8,7 +8,7 @@
     LookupAll        ->                                    "is this request's KV there?"
                      <-                 NotYet             prefill is not finished; Ready follows
                      <-                 Never              it failed, was cancelled, or is over
-                     <-                 Ready              prompt ids, token 0, where the KV lies
+                     <-                 Ready              all ids, whose KV it is, where it lies
     Hold                 ->                            Ready is here, a slot is not: keep the KV
     Pull             ->                                    a slot is free: the transfer starts now
       (the transfer engine moves the blocks; two-sided engines post their sends on Pull)
@@ -26,9 +26,10 @@ from typing import Annotated
 import msgspec
 
 from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire.codec import SIGNAL_BYTES_MAX, BoundedRequestId, Decoder
+from neuron_di.wire.codec import SIGNAL_BYTES_MAX, BoundedAttempt, BoundedRequestId, Decoder
 
-SIGNAL_VERSION = 1
+SIGNAL_VERSION = 2
+REASON_CHARS_MAX = 1000
 
 
 class ShmRegion(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):
@@ -61,8 +62,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    reason: str
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
     is_stale: bool = False  # true: this is not the process you expected, ask who is there now
+    is_busy: bool = False  # true: there is no room for another peer now
 
 
 class KvMapInit(msgspec.Struct, frozen=True, kw_only=True, tag="kv_map_init"):
@@ -75,29 +77,37 @@ class KvMap(msgspec.Struct, frozen=True, kw_only=True, tag="kv_map"):
 
 class LookupAll(msgspec.Struct, frozen=True, kw_only=True, tag="lookup_all"):
     request_id: BoundedRequestId
-    attempt: int
+    attempt: BoundedAttempt
 
 
 class NotYet(msgspec.Struct, frozen=True, kw_only=True, tag="not_yet"):
     request_id: BoundedRequestId
-    attempt: int
+    attempt: BoundedAttempt
 
 
 class Never(msgspec.Struct, frozen=True, kw_only=True, tag="never"):
     request_id: BoundedRequestId
-    attempt: int
-    reason: str
+    attempt: BoundedAttempt
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """Everything the decode worker needs to continue: it never re-tokenises or re-samples."""
+    """Everything the decode worker needs to continue: it never re-tokenises or re-samples.
+
+    `digests[i]` is `kv.block_digest` of block i, keyed by the identity that the other fields
+    state: whose KV this is, computed by which process, in which attempt, in which layout.
+    """
 
     request_id: BoundedRequestId
-    attempt: int
+    attempt: BoundedAttempt
+    worker_id: WorkerId
+    incarnation: Incarnation
+    layout_digest: str
     prompt_ids: list[int]
-    first_token: int
+    generated: list[int]  # output ids so far, the newest last; its KV is not there yet
     block_ids: list[int]  # in the prefill worker's pool, in token order
     generations: list[int]  # of those blocks; a reader compares them after its copy
+    digests: list[int]  # unsigned, 64 bits each
     num_tokens: int  # token positions that hold KV
 
     def __repr__(self) -> str:
@@ -108,26 +118,26 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     """Repeated between Ready and Done: extends the lease of the parked KV."""
 
     request_id: BoundedRequestId
-    attempt: int
+    attempt: BoundedAttempt
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True, tag="pull"):
     request_id: BoundedRequestId
-    attempt: int
+    attempt: BoundedAttempt
     block_ids: list[int]  # destination blocks, in the decode worker's pool
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     request_id: BoundedRequestId
-    attempt: int
+    attempt: BoundedAttempt
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)]
     transfer_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]  # no NaN: it is passed on as JSON
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_id: BoundedRequestId
-    attempt: int
-    reason: Annotated[str, msgspec.Meta(max_length=1000)]
+    attempt: BoundedAttempt
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
@@ -139,7 +149,7 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
 
 
 class Malformed(msgspec.Struct, frozen=True, kw_only=True, tag="malformed"):
-    reason: str
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
 
 
 FromDecode = Handshake | KvMapInit | LookupAll | Hold | Pull | Done | Abort | Ping

@@ -23,7 +23,7 @@ class CombinedWorker:
     async def run(self, leg: PrefillLeg) -> AsyncGenerator[LegEvent, None]:
         """Answer one leg. Leaving it, in whatever way, frees the request's slot and blocks."""
         key = (leg.request_id, leg.attempt)
-        with self._legs.open(key) as queue:
+        with self._legs.open(key, leg.timeout_s) as queue:
             try:
                 self._engine.submit(await self._prompts.read(leg))
                 while True:

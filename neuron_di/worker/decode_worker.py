@@ -7,10 +7,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-from neuron_di.clock import Deadline
 from neuron_di.engine import Broken, Emitted, Ended, Engine, Key, StartTransfer
-from neuron_di.errors import KvMissing, LocalProtocolError, RemoteProtocolError
+from neuron_di.errors import (
+    KvMissing,
+    LocalProtocolError,
+    NeuronDiError,
+    RemoteProtocolError,
+)
 from neuron_di.kv import KvLayout
+from neuron_di.obs.sync_point import reach
 from neuron_di.request import Request, check_sampling, resolve_max_tokens
 from neuron_di.transfer import NeuronConnector, RecvBuffer, TransferToken
 from neuron_di.types import BlockId
@@ -18,8 +23,6 @@ from neuron_di.wire import DecodeLeg, LegEvent, Ready
 from neuron_di.worker.leg_report import LegReport
 from neuron_di.worker.live_legs import LiveLegs
 from neuron_di.worker.prompts import PromptReader
-
-READY_TIMEOUT_S = 600.0  # the proxy's own deadline for a request
 
 
 @dataclass(slots=True)
@@ -59,9 +62,11 @@ class DecodeWorker:
     async def run(self, leg: DecodeLeg) -> AsyncGenerator[LegEvent, None]:
         """Answer one leg. Leaving it, in whatever way, frees the slot and blocks on both sides."""
         key = (leg.request_id, leg.attempt)
-        with self._legs.open(key) as queue:
+        with self._legs.open(key, leg.timeout_s) as queue:
+            reach("queued")
             buffer = self._connector.maybe_setup_buffer(leg.prefill)
-            ready = await buffer.lookup(*key, Deadline.after(READY_TIMEOUT_S))
+            with queue.interruptible():
+                ready = await buffer.lookup(*key, queue.deadline, self._on_lost)
             incoming = self._incoming[key] = _Incoming(buffer, ready)
             try:
                 self.engine.submit(self._request(leg, ready))
@@ -76,8 +81,7 @@ class DecodeWorker:
                         raise event.error
             finally:  # both do nothing for a request that is over
                 self.engine.cancel(key)
-                if incoming.pulled is None or not incoming.pulled.is_done():
-                    buffer.abort(*key, reason="the decode leg ended")
+                buffer.cancel(*key, reason="the decode leg ended")
                 del self._incoming[key]
 
     def start_transfer(self, request: Request) -> TransferToken:
@@ -94,6 +98,7 @@ class DecodeWorker:
             return
         # The request holds blocks for its whole answer; the prompt's KV fills the first ones.
         destination = block_ids[: len(incoming.ready.block_ids)]
+        reach("transferring")
         try:
             pulled = incoming.pulled = incoming.buffer.pull(incoming.ready, destination)
         except Exception as error:  # a token that never ends would hold its blocks for ever
@@ -101,23 +106,27 @@ class DecodeWorker:
             raise
 
         def on_done(done: TransferToken) -> None:
-            token.kv_bytes, token.transfer_s = done.kv_bytes, done.transfer_s
             token.complete(done.error())
 
         pulled.on_done(on_done)
 
+    def _on_lost(self, key: Key, error: NeuronDiError) -> None:
+        """The KV that a leg waits for will not arrive."""
+        self._legs.dispatch([Broken(key, error)])
+
     def _request(self, leg: DecodeLeg, ready: Ready) -> Request:
-        """Check the peer's word, then take over where prefill stopped: with token 0 given."""
+        """Check the peer's word, then take over where prefill stopped: its tokens are given."""
         check_sampling(leg.sampling, self._num_vocab)
-        num_prompt = len(ready.prompt_ids)
-        ids = (*ready.prompt_ids, ready.first_token)
+        num_prompt, num_given = len(ready.prompt_ids), len(ready.generated)
         if (
-            ready.num_tokens != num_prompt
-            or len(ready.block_ids) != self._layout.num_blocks_for(num_prompt)
-            or not all(0 <= token < self._num_vocab for token in ids)
+            num_given != leg.num_emitted + 1
+            or ready.num_tokens != num_prompt + leg.num_emitted
+            or len(ready.block_ids) != self._layout.num_blocks_for(ready.num_tokens)
+            or not all(0 <= token < self._num_vocab for token in ready.prompt_ids)
+            or not all(0 <= token < self._num_vocab for token in ready.generated)
         ):
             raise RemoteProtocolError("prefill's Ready does not add up")
-        request = Request(
+        return Request(
             leg.request_id,
             leg.attempt,
             prompt_ids=ready.prompt_ids,
@@ -126,18 +135,18 @@ class DecodeWorker:
                 leg.sampling, num_prompt, self._prompts.context_of(leg.context_tokens)
             ),
             output=self._prompts.output_text(leg.sampling),
+            given=ready.generated,
+            num_prefilled=ready.num_tokens,
         )
-        request.generated.append(ready.first_token)
-        # Same ids, same state: what prefill's own push returned has been sent by prefill.
-        request.output.push(ready.first_token)
-        return request
 
     def _finished(self, event: Ended, incoming: _Incoming) -> LegEvent:
         assert incoming.pulled is not None
+        reach("finishing")
         self.kv_bytes_received += incoming.pulled.kv_bytes
         return self._report.finished(
             event,
             kv_blocks=len(incoming.ready.block_ids),
             kv_bytes=incoming.pulled.kv_bytes,
             transfer_s=incoming.pulled.transfer_s,
+            verify_s=incoming.pulled.verify_s,
         )

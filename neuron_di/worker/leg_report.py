@@ -20,7 +20,13 @@ class LegReport:
         self._link = link
 
     def finished(
-        self, event: Ended, *, kv_blocks: int = 0, kv_bytes: int = 0, transfer_s: float = 0.0
+        self,
+        event: Ended,
+        *,
+        kv_blocks: int = 0,
+        kv_bytes: int = 0,
+        transfer_s: float = 0.0,
+        verify_s: float = 0.0,
     ) -> Finished:
         """The request is complete; the numbers say what was received for it, if anything."""
         timing = event.timing
@@ -43,10 +49,13 @@ class LegReport:
                 kv_blocks=kv_blocks,
                 kv_bytes=kv_bytes,
                 transfer_s=transfer_s,
+                verify_s=verify_s,
             ),
         )
 
-    def released(self, timing: Timing, num_prompt: int, kv_blocks: int, done: Done) -> Released:
+    def released(
+        self, timing: Timing, *, num_prompt: int, kv_blocks: int, verify_s: float, done: Done
+    ) -> Released:
         """The prompt was computed here, and the decode worker has it."""
         return Released(
             receipt=LegReceipt(
@@ -61,6 +70,7 @@ class LegReport:
                 kv_blocks=kv_blocks,
                 kv_bytes=done.kv_bytes,
                 transfer_s=done.transfer_s,
+                verify_s=verify_s,
             )
         )
 
@@ -72,5 +82,6 @@ def failed(error: NeuronDiError) -> Failed:
         message=error.message,
         http_status=error.http_status,
         retryable=error.retryable,
+        fault=error.fault,
         param=error.param,
     )

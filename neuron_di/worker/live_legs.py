@@ -9,8 +9,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from neuron_di.engine import EngineEvent, Key
-from neuron_di.errors import BadRequest, CapacityError
+from neuron_di.clock import Deadline
+from neuron_di.core.remembered import Remembered
+from neuron_di.engine import Broken, EngineEvent, Key
+from neuron_di.errors import BadRequest, CapacityError, DeadlinePassed, StaleAttempt
+from neuron_di.types import RequestId
 from neuron_di.wire import Done
 
 
@@ -28,23 +31,52 @@ LegInput = EngineEvent | HandedOver
 class LegQueue:
     """What one leg still has to say. Bounded by the request: its tokens and one terminal event."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline = deadline
         self._queue: asyncio.Queue[LegInput] = asyncio.Queue()
+        self._busy: asyncio.Task[object] | None = None
+        self._broken: Broken | None = None
 
     def put(self, event: LegInput) -> None:
         self._queue.put_nowait(event)
+        if isinstance(event, Broken) and self._busy is not None and self._broken is None:
+            self._broken = event
+            self._busy.cancel()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A wait for something else than `get`, which ends with a Broken's error if one comes."""
+        self._busy = task = asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._broken is None or task is None or task.uncancel() > 0:
+                raise  # by somebody else
+            raise self._broken.error from None
+        finally:
+            self._busy = None
 
     async def get(self) -> LegInput:
-        """The next event. Its deadline is the leg's: the proxy closes a leg that is too late."""
-        return await self._queue.get()
+        """The next event. DeadlinePassed when the leg's time is over before it comes."""
+        if not self._queue.empty():
+            return self._queue.get_nowait()
+        try:
+            async with asyncio.timeout(self.deadline.remaining_s()):
+                return await self._queue.get()
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed") from None
 
 
 class LiveLegs:
-    """At most `legs_max` legs at a time, each under its (request id, attempt)."""
+    """At most `legs_max` legs at a time, each under its (request id, attempt).
 
-    def __init__(self, legs_max: int) -> None:
+    Attempts fence: once a later one is known, an earlier one is refused, or ended if it runs.
+    """
+
+    def __init__(self, legs_max: int, remembered_max: int) -> None:
         self._legs_max = legs_max
         self._queues: dict[Key, LegQueue] = {}
+        self._latest: Remembered[RequestId, int] = Remembered(remembered_max)
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -53,13 +85,23 @@ class LiveLegs:
         return key in self._queues
 
     @contextmanager
-    def open(self, key: Key) -> Iterator[LegQueue]:
-        """A leg's place in the table, for as long as it runs. CapacityError, BadRequest."""
+    def open(self, key: Key, timeout_s: float) -> Iterator[LegQueue]:
+        """A leg's place in the table, for as long as it runs.
+
+        CapacityError: too many run. StaleAttempt: a later attempt is known. BadRequest: it runs.
+        """
+        request_id, attempt = key
+        if attempt < self._latest.get(request_id, 0):
+            raise StaleAttempt("a later attempt at this request is known")
         if len(self._queues) >= self._legs_max:
             raise CapacityError(f"this worker answers {self._legs_max} requests already")
         if key in self._queues:
             raise BadRequest("this request id and attempt run here already")
-        queue = self._queues[key] = LegQueue()
+        self._latest.set(request_id, attempt)
+        for earlier in range(attempt):
+            error = StaleAttempt("a later attempt took over")
+            self.dispatch([Broken((request_id, earlier), error)])
+        queue = self._queues[key] = LegQueue(Deadline.after(timeout_s))
         try:
             yield queue
         finally:

@@ -3,13 +3,16 @@
 Next: neuron_di/core/prefill_scheduler.py
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from neuron_di.clock import now_s
 from neuron_di.engine import Broken, Emitted, Ended, Engine, Key, PrefillParked
 from neuron_di.errors import NeuronDiError
-from neuron_di.kv import KvPool
-from neuron_di.transfer import NeuronConnector
+from neuron_di.kv import KvIdentity, KvPool, block_digests
+from neuron_di.obs.sync_point import reach
+from neuron_di.transfer import LocalWorker, NeuronConnector, TransferToken
 from neuron_di.wire import Done, LegEvent, Parked, PrefillLeg, Ready
 from neuron_di.worker.leg_report import LegReport
 from neuron_di.worker.live_legs import HandedOver, LegQueue, LiveLegs
@@ -21,6 +24,7 @@ class PrefillWorker:
 
     def __init__(
         self,
+        local: LocalWorker,
         engine: Engine,
         connector: NeuronConnector,
         pool: KvPool,
@@ -28,6 +32,7 @@ class PrefillWorker:
         legs: LiveLegs,
         report: LegReport,
     ) -> None:
+        self._local = local
         self._engine = engine
         self._pool = pool
         self._prompts = prompts
@@ -39,9 +44,10 @@ class PrefillWorker:
     async def run(self, leg: PrefillLeg) -> AsyncGenerator[LegEvent, None]:
         """Answer one leg. Leaving it, in whatever way, frees the request's blocks."""
         key = (leg.request_id, leg.attempt)
-        with self._legs.open(key) as queue:
+        with self._legs.open(key, leg.timeout_s) as queue:
             outcome = "cancelled"
             self._send_buffer.expect(*key)
+            reach("queued")
             try:
                 self._engine.submit(await self._prompts.read(leg))
                 async with aclosing(self._answers(queue)) as answers:
@@ -52,20 +58,30 @@ class PrefillWorker:
                 outcome = error.code
                 raise
             finally:  # both do nothing for a request that was handed over
+                self._send_buffer.drop(*key, reason=outcome)  # knows if somebody reads its blocks
                 self._engine.cancel(key)
-                self._send_buffer.drop(*key, reason=outcome)
 
-    def on_hand_over(self, key: Key, outcome: Done | NeuronDiError) -> None:
-        """The SendBuffer's last word on a parked request: it was pulled, or will not be."""
-        if isinstance(outcome, Done):
+    def on_hand_over(
+        self, key: Key, outcome: Done | NeuronDiError, held_by: TransferToken | None
+    ) -> None:
+        """The SendBuffer's last word on a parked request: it was pulled, or will not be.
+
+        Its blocks may be reused when `held_by` is done; None: at once.
+        """
+        if isinstance(outcome, Done) and held_by is None:
             self._engine.release(key)
+        else:  # of a request that was handed over, too, a posted send may still run
+            self._engine.cancel(key, "error", held_by=held_by)
+        if held_by is not None:
+            held_by.on_done(lambda _: self._engine.wake())
+        if isinstance(outcome, Done):
             self._legs.dispatch([HandedOver(key, outcome)])
         else:
-            self._engine.cancel(key, "error")
             self._legs.dispatch([Broken(key, outcome)])
 
     async def _answers(self, queue: LegQueue) -> AsyncGenerator[LegEvent, None]:
         parked: PrefillParked | None = None
+        verify_s = 0.0
         num_blocks = 0
         while True:
             event = await queue.get()
@@ -73,12 +89,21 @@ class PrefillWorker:
                 yield event.token
             elif isinstance(event, PrefillParked):
                 parked, num_blocks = event, len(event.request.block_ids)
-                self._send_buffer.park(self._ready(event))
+                start_s = now_s()
+                ready = await self._ready(event)
+                verify_s = now_s() - start_s
+                reach("parked")
+                self._send_buffer.park(ready)
                 yield Parked(num_prompt=event.request.num_prompt)
             elif isinstance(event, HandedOver):
                 assert parked is not None
-                num_prompt = parked.request.num_prompt
-                yield self._report.released(parked.timing, num_prompt, num_blocks, event.done)
+                yield self._report.released(
+                    parked.timing,
+                    num_prompt=parked.request.num_prompt,
+                    kv_blocks=num_blocks,
+                    verify_s=verify_s,
+                    done=event.done,
+                )
                 return
             elif isinstance(event, Ended):
                 yield self._report.finished(event)
@@ -86,16 +111,32 @@ class PrefillWorker:
             else:
                 raise event.error
 
-    def _ready(self, event: PrefillParked) -> Ready:
+    async def _ready(self, event: PrefillParked) -> Ready:
         # Reading a parked request off its engine's thread is safe: nothing changes it until
         # this worker releases or cancels it.
-        request = event.request
+        request, local = event.request, self._local
+        identity = KvIdentity(
+            worker_id=local.worker_id,
+            incarnation=local.incarnation,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            layout_digest=local.layout_digest,
+        )
+        block_ids = list(request.block_ids)
+        generations = self._pool.generations(block_ids)
+        digests = await asyncio.get_running_loop().run_in_executor(
+            None, block_digests, self._pool, block_ids, identity
+        )
         return Ready(
             request_id=request.request_id,
             attempt=request.attempt,
+            worker_id=local.worker_id,
+            incarnation=local.incarnation,
+            layout_digest=local.layout_digest,
             prompt_ids=request.prompt_ids,
-            first_token=request.generated[0],
-            block_ids=list(request.block_ids),
-            generations=self._pool.generations(request.block_ids),
+            generated=list(request.generated),
+            block_ids=list(block_ids),
+            generations=generations,
+            digests=digests,
             num_tokens=request.num_computed,
         )

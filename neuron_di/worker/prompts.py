@@ -24,6 +24,8 @@ class PromptReader:
         # The tokeniser runs without the interpreter lock; a long prompt must not stop the loop.
         prompt_ids = await loop.run_in_executor(None, self._prompt_ids, leg)
         check_sampling(leg.sampling, self._num_vocab)
+        if not all(0 <= token < self._num_vocab for token in leg.emitted):
+            raise BadRequest("an emitted token id is outside of the vocabulary", param="emitted")
         max_tokens = resolve_max_tokens(
             leg.sampling, len(prompt_ids), self.context_of(leg.context_tokens)
         )
@@ -34,6 +36,7 @@ class PromptReader:
             sampling=leg.sampling,
             max_tokens=max_tokens,
             output=self.output_text(leg.sampling),
+            given=leg.emitted,
         )
 
     def context_of(self, leg_context_tokens: int | None) -> int:

@@ -7,6 +7,8 @@ Next: neuron_di/worker/prefill_worker.py, neuron_di/worker/decode_worker.py
 """
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
@@ -30,6 +32,7 @@ from neuron_di.worker.worker import Worker
 _log = get_logger(__name__)
 
 ALIVE_INTERVAL_S = 5.0
+ORPHAN_TIMEOUT_S = 15.0  # a proxy that reads or acknowledges nothing for so long is gone
 
 LegT = TypeVar("LegT")
 RunLeg = Callable[[LegT], AsyncGenerator[LegEvent, None]]
@@ -68,21 +71,31 @@ def _leg_handler(
             if worker.is_draining:
                 raise CapacityError("this worker is draining")
             leg = decoder.decode(await request.read())
+            _limit_silence(request)
             await answer.prepare(request)
             async with _kept_alive(answer), aclosing(run(leg)) as events:
                 async for event in events:
-                    await answer.write(encode_json(event) + b"\n")
+                    await _write(answer, encode_json(event) + b"\n")
+        except ConnectionError:
+            return answer  # nobody is left to be told
         except NeuronDiError as error:
             await _fail(request, answer, error)
-        except ConnectionError:
-            raise  # nobody is left to be told
         except Exception:
             _log.exception("leg_crashed", path=request.path)
             await _fail(request, answer, LocalProtocolError("internal error"))
-        await answer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            await answer.write_eof()
         return answer
 
     return handle
+
+
+def _limit_silence(request: web.Request) -> None:
+    """Let the kernel end a connection whose other host vanished without a word."""
+    if request.transport is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        timeout_ms = round(ORPHAN_TIMEOUT_S * 1000)
+        connection = request.transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
 @asynccontextmanager
@@ -102,8 +115,18 @@ async def _kept_alive(answer: web.StreamResponse) -> AsyncIterator[None]:
         await asyncio.wait([beating])
 
 
+async def _write(answer: web.StreamResponse, line: bytes) -> None:
+    """Write, or give the leg up: ConnectionError when the proxy leaves a full connection unread."""
+    try:
+        async with asyncio.timeout(ORPHAN_TIMEOUT_S):
+            await answer.write(line)
+    except TimeoutError:
+        raise ConnectionResetError("the proxy does not read") from None
+
+
 async def _fail(request: web.Request, answer: web.StreamResponse, error: NeuronDiError) -> None:
     _log.info("leg_failed", path=request.path, code=error.code)
-    if not answer.prepared:
-        await answer.prepare(request)
-    await answer.write(encode_json(failed(error)) + b"\n")
+    with contextlib.suppress(ConnectionError):
+        if not answer.prepared:
+            await answer.prepare(request)
+        await answer.write(encode_json(failed(error)) + b"\n")

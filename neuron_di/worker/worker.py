@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from neuron_di.clock import unix_s
 from neuron_di.config import WorkerOptions
@@ -14,8 +16,18 @@ from neuron_di.core import (
 )
 from neuron_di.engine import Engine, EngineEvent, StartTransfer
 from neuron_di.errors import ConfigError
+from neuron_di.kv import KvPool
 from neuron_di.obs import get_logger
-from neuron_di.transfer import ConnectorOptions, LocalWorker, NeuronConnector, ShmEngine
+from neuron_di.transfer import (
+    ConnectorOptions,
+    HandOverCounters,
+    LocalWorker,
+    NeuronConnector,
+    ShmEngine,
+    SignalTransport,
+    TransferEngine,
+    ZmqTransport,
+)
 from neuron_di.types import WorkerId, WorkerState
 from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
 from neuron_di.worker.combined_worker import CombinedWorker
@@ -29,14 +41,27 @@ from neuron_di.worker.prompts import PromptReader
 _log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What a worker stands on. A simulation puts others in their place."""
+
+    make_transfer: Callable[[KvPool], TransferEngine] = ShmEngine
+    make_transport: Callable[[], SignalTransport] = ZmqTransport
+    start_engine: Callable[[Engine], None] = Engine.start
+    notify_engine: Callable[[], None] | None = None  # None: its thread waits by itself
+
+
 class Worker:
     """Owns everything below it. Made on the running event loop, after the model was loaded.
 
     Exactly one of `prefill`, `decode` and `combined` is there, by the role.
     """
 
-    def __init__(self, options: WorkerOptions, model: LoadedModel) -> None:
+    def __init__(
+        self, options: WorkerOptions, model: LoadedModel, parts: WorkerParts | None = None
+    ) -> None:
         self._options = options
+        self._parts = parts or WorkerParts()
         self._model = model
         self._loop = asyncio.get_running_loop()
         self._state: WorkerState = "starting"
@@ -46,18 +71,19 @@ class Worker:
         self.api_port = options.port
         limits = options.engine
         batch = limits.prefill_batch if options.role == "prefill" else limits.decode_batch
-        self.legs = LiveLegs(limits.waiting_max + batch)
+        self.legs = LiveLegs(limits.waiting_max + batch, options.hand_over.remembered_max)
         self.prefill: PrefillWorker | None = None
         self.decode: DecodeWorker | None = None
         self.combined: CombinedWorker | None = None
         self._connector: NeuronConnector | None = None
-        self._transfer: ShmEngine | None = None
+        self._transfer: TransferEngine | None = None
+        self._layout_digest = model.backend.layout.digest()
         self._block_pool = BlockPool(model.backend.pool.num_blocks)
         self._prompts = PromptReader(
             model.tokenizer, num_vocab=model.backend.num_vocab, context_tokens=model.context_tokens
         )
         self._scheduler, self._engine = self._assemble()
-        self._engine.start()
+        self._parts.start_engine(self._engine)
 
     @property
     def is_draining(self) -> bool:
@@ -81,27 +107,45 @@ class Worker:
             pid=os.getpid(),
             model=self._model.name,
             model_digest=self._model.digest,
-            layout_digest=self._model.backend.layout.digest(),
+            layout_digest=self._layout_digest,
             context_tokens=self._model.context_tokens,
             host=options.host,
             api_port=self.api_port,
             signal_host=options.host,
             signal_port=self.prefill.signal_port if self.prefill is not None else 0,
             started_unix_s=self._started_unix_s,
+            numerics=self._numerics(),
             connections=self._connector.connections() if self._connector is not None else [],
         )
 
+    def _numerics(self) -> str | None:
+        of_backend = self._model.backend.numerics
+        return of_backend and f"{of_backend} chunk={self._options.engine.chunk_tokens}"
+
     def status(self) -> WorkerStatus:
         """The record and the load at this moment. Counters only: read without a lock."""
+        blocks = self._engine.blocks
+        counters = self._connector.counters if self._connector else HandOverCounters()
         return WorkerStatus(
             record=self.record(),
-            num_blocks=self._block_pool.num_blocks,
-            num_blocks_free=self._block_pool.num_free,
+            num_blocks=blocks.total,
+            num_blocks_free=blocks.free,
+            num_blocks_running=blocks.running,
+            num_blocks_parked=blocks.parked,
+            num_blocks_receiving=blocks.receiving,
+            num_blocks_cached=blocks.cached,
+            num_blocks_quarantined=blocks.quarantined,
+            num_legs=len(self.legs),
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
             num_transferring=self._scheduler.num_transferring,
             num_steps=self._engine.num_steps,
             kv_bytes_received=self.decode.kv_bytes_received if self.decode is not None else 0,
+            num_kv_mismatched=counters.num_kv_mismatched,
+            num_leases_ended=counters.num_leases_ended,
+            num_signals_refused=counters.num_signals_refused,
+            num_stale=counters.num_stale,
+            has_failed=self._engine.has_failed,
         )
 
     async def drain(self, timeout_s: float) -> bool:
@@ -139,8 +183,9 @@ class Worker:
             report = LegReport(self.worker_id, "both", "")
             self.combined = CombinedWorker(engine, self._prompts, self.legs, report)
             return combined, engine
-        self._transfer = ShmEngine(self._model.backend.pool)
-        self._connector = self._connect_to_peers(self._transfer)
+        self._transfer = self._parts.make_transfer(self._model.backend.pool)
+        local = self._local()
+        self._connector = self._connect_to_peers(local, self._transfer)
         report = LegReport(self.worker_id, role, self._transfer.name)
         if role == "prefill":
             prefill = PrefillScheduler(
@@ -153,7 +198,7 @@ class Worker:
             engine = self._engine_for(prefill)
             pool = self._model.backend.pool
             self.prefill = PrefillWorker(
-                engine, self._connector, pool, self._prompts, self.legs, report
+                local, engine, self._connector, pool, self._prompts, self.legs, report
             )
             return prefill, engine
         decode = DecodeScheduler(
@@ -173,25 +218,33 @@ class Worker:
         )
         return decode, self.decode.engine
 
-    def _connect_to_peers(self, transfer: ShmEngine) -> NeuronConnector:
-        options, model = self._options, self._model
+    def _local(self) -> LocalWorker:
+        return LocalWorker(
+            worker_id=self.worker_id,
+            incarnation=self._model.incarnation,
+            model_digest=self._model.digest,
+            layout_digest=self._layout_digest,
+        )
+
+    def _connect_to_peers(self, local: LocalWorker, transfer: TransferEngine) -> NeuronConnector:
+        options, backend = self._options, self._model.backend
         static_port = (options.static_peer or ":0").rpartition(":")[2]
         if options.role == "decode" and not static_port.isdigit():
             raise ConfigError("a decode worker's --static-peer is a signal address, HOST:PORT")
-        local = LocalWorker(
-            worker_id=self.worker_id,
-            incarnation=model.incarnation,
-            model_digest=model.digest,
-            layout_digest=model.backend.layout.digest(),
-        )
         connector_options = ConnectorOptions(
             signal_host=options.host,
             signal_port=options.signal_port,
-            kv_lease_s=options.kv_lease_s,
-            connect_timeout_s=options.connect_timeout_s,
+            limits=options.hand_over,
             static_peer=options.static_peer,
         )
-        return NeuronConnector(local, transfer, connector_options)
+        return NeuronConnector(
+            local,
+            transfer,
+            backend.pool,
+            connector_options,
+            block_bytes=backend.layout.block_bytes,
+            transport=self._parts.make_transport(),
+        )
 
     def _engine_for(
         self, scheduler: Scheduler, start_transfer: StartTransfer | None = None
@@ -210,4 +263,5 @@ class Worker:
             sink=sink,
             on_failure=on_failure,
             start_transfer=start_transfer,
+            notify=self._parts.notify_engine,
         )

@@ -8,6 +8,7 @@ from neuron_di.types import FinishReason
 from neuron_di.wire import Finished, Token
 from neuron_di_proxy.failure import error_body, failure_of
 from neuron_di_proxy.launch import Generation
+from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.openai_response import DONE, Answer
 from neuron_di_proxy.receipts import ReceiptStore, RequestRecord
 
@@ -22,12 +23,19 @@ class Answering:
     """
 
     def __init__(
-        self, generation: Generation, answer: Answer, record: RequestRecord, store: ReceiptStore
+        self,
+        generation: Generation,
+        answer: Answer,
+        record: RequestRecord,
+        store: ReceiptStore,
+        metrics: Metrics,
     ) -> None:
         self._generation = generation
         self._answer = answer
         self._record = record
         self._store = store
+        self._metrics = metrics
+        self._last_token_s: float | None = None
         self._is_over = False
 
     async def whole(self) -> bytes:
@@ -35,7 +43,7 @@ class Answering:
         tokens: list[Token] = []
         while isinstance(event := await self._next(), Token):
             tokens.append(event)
-        return self._answer.whole(tokens, event)
+        return self._answer.whole(tokens, event, self._record.continued())
 
     async def begin_stream(self) -> AsyncGenerator[bytes, None]:
         """Wait for the first event and return the stream of SSE events that starts with it.
@@ -49,7 +57,7 @@ class Answering:
             while isinstance(event, Token):
                 yield self._answer.chunk(event)
                 event = await self._next()
-            yield self._answer.last_chunk(event) + DONE
+            yield self._answer.last_chunk(event, self._record.continued()) + DONE
         except Exception as error:
             if not isinstance(error, NeuronDiError):
                 _log.exception("internal_error", request=self._record.request_id)
@@ -72,17 +80,26 @@ class Answering:
             raise
         if isinstance(event, Finished):
             self._end(event.reason, None)
+        else:
+            now, before = self._record.last_token_s, self._last_token_s
+            self._last_token_s = now
+            if before is not None:
+                self._metrics.count_gap(now - before)
         return event
 
     def _end(self, reason: FinishReason, code: str | None) -> None:
         self._is_over = True
-        self._store.add(self._record.seal(reason))
+        receipt = self._record.seal(reason)
+        self._store.add(receipt)
+        self._metrics.count(receipt, code)
         _log.info(
             "request_end",
             request=self._record.request_id,
-            prefill=self._record.prefill_worker,
-            decode=self._record.decode_worker,
-            tokens=self._record.num_tokens,
+            prefill=receipt.prefill_worker,
+            decode=receipt.decode_worker,
+            attempts=len(receipt.attempts),
+            continued=receipt.continued,
+            tokens=len(self._record.emitted),
             reason=reason,
             code=code,
         )

@@ -1,11 +1,13 @@
 """The Quart application: OpenAI's endpoints, and what an operator asks for.
 
-A request goes: `openai_request` reads it, `admission` takes it, `route` picks workers, `launch`
-runs both legs, `openai_response` writes the answer.
+A request goes: `openai_request` reads it, `admission` takes it, `recovery` brings it to its end,
+for each attempt `route` picks workers and `launch` runs both legs, `openai_response` writes.
 
 Next: proxy/neuron_di_proxy/openai_request.py
 """
 
+import asyncio
+import random
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
@@ -13,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
-from hypercorn.typing import ASGISendCallable
+from hypercorn.typing import ASGISendCallable, ASGISendEvent
 from quart import Quart, Request, Response
 from quart import request as current_request
 from quart.asgi import ASGIHTTPConnection
@@ -28,15 +30,16 @@ from neuron_di_proxy.admission import Admission
 from neuron_di_proxy.answer import Answering
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.failure import RETRY_AFTER_S, error_body, failure_of
-from neuron_di_proxy.launch import run_request
+from neuron_di_proxy.health import Health, HealthReport
+from neuron_di_proxy.metrics import CONTENT_TYPE, Metrics
 from neuron_di_proxy.openai_request import ClientRequest, read_chat, read_completion
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.receipts import ReceiptStore, RequestRecord
-from neuron_di_proxy.route import Directory, Pair, Route, Router
-from neuron_di_proxy.status import report_status
+from neuron_di_proxy.recovery import RequestRunner
+from neuron_di_proxy.route import Directory, Router
+from neuron_di_proxy.self_test import PairBook, PairResult, SelfTest
+from neuron_di_proxy.status import HealthAnswer, report_health, report_status
 from neuron_di_proxy.worker_client import WorkerClient
-
-ATTEMPT = 0  # a request is tried once
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # printable, and safe in a header and a log
 
@@ -60,6 +63,7 @@ class ProxyRequest(Request):
         super().__init__(*args, **kwargs)
         self.cleanup = AsyncExitStack()
         self.request_id = RequestId(uuid4().hex)
+        self.record: RequestRecord | None = None  # once it asks for tokens
         self.echoed_id = self.headers.get("X-Request-Id", self.request_id)
 
 
@@ -72,8 +76,16 @@ class ProxyConnection(ASGIHTTPConnection):
 
     async def handle_request(self, request: Request, send: ASGISendCallable) -> None:
         assert isinstance(request, ProxyRequest), "the app makes its requests of this class"
+        assert isinstance(self.app, Proxy), "this class is the proxy's"
+        send_timeout_s = self.app.limits.send_timeout_s
+
+        async def send_in_time(event: ASGISendEvent) -> None:
+            # Raises TimeoutError, which ends the response, where the client does not read.
+            async with asyncio.timeout(send_timeout_s):
+                await send(event)
+
         async with request.cleanup:
-            await super().handle_request(request, send)
+            await super().handle_request(request, send_in_time)
 
 
 class Proxy(Quart):
@@ -86,18 +98,23 @@ class Proxy(Quart):
         super().__init__(__name__, static_folder=None)
         self.config["MAX_CONTENT_LENGTH"] = config.body_bytes_max
         self.config["BODY_TIMEOUT"] = config.body_timeout_s
-        # Legs have the same deadline and start earlier: this one ends clients that do not read.
-        self.config["RESPONSE_TIMEOUT"] = config.request_timeout_s
-        self.admission = Admission(config.requests_max)
-        self._directory = directory
-        self._router = Router(directory)
+        self.config["RESPONSE_TIMEOUT"] = None  # it would cut a stream in silence; ours say why
+        self.limits = limits = config.limits
+        self.admission = Admission(limits.requests_max)
+        rng = random.Random()  # noqa: S311 - spreads retries, keeps no secret
+        self._client = WorkerClient(limits)
+        self._health = Health(self._client, directory, limits)
+        self._pairs = PairBook()
+        self._router = Router(directory, self._health, self._pairs)
+        self._runner = RequestRunner(self._client, self._router, self._health, limits, rng)
+        self._self_test = SelfTest(self._client, directory, self._health, limits, self._pairs, rng)
         self._receipts = ReceiptStore()
-        self._client = WorkerClient(config)
+        self._metrics = Metrics(self)
         self._started_unix_s = int(unix_s())
 
         self.while_serving(self._hold_connections)
         self.before_request(self._check_client_id)
-        self.after_request(self._echo_client_id)
+        self.after_request(self._add_headers)
         self.register_error_handler(Exception, self._answer_error)
         self._route("POST", "/v1/completions", self.completions)
         self._route("POST", "/v1/chat/completions", self.chat_completions)
@@ -105,14 +122,27 @@ class Proxy(Quart):
         self._route("GET", "/v1/receipts/<answer_id>", self.receipt)
         self._route("GET", "/health", self.health)
         self._route("GET", "/status", self.status)
+        self._route("GET", "/metrics", self.metrics)
 
     def drain(self) -> None:
         """Refuse new requests from now on. Running ones go on; `admission` tells of their end."""
         self.admission.drain()
 
-    async def abandon_running(self) -> None:
-        """Close all connections to workers: what still runs ends as a failure, and says so."""
-        await self._client.close()
+    def abandon_running(self) -> None:
+        """End what still runs as a failure that says so."""
+        self._runner.abandon()
+
+    def num_running(self) -> int:
+        return self.admission.num_running
+
+    def retry_budget(self) -> float:
+        return self._runner.budget.left
+
+    def health_reports(self) -> list[HealthReport]:
+        return self._health.reports()
+
+    def pair_results(self) -> list[PairResult]:
+        return self._pairs.results()
 
     async def completions(self) -> Response:
         return await self._generate(read_completion)
@@ -139,29 +169,35 @@ class Proxy(Quart):
         return _json_response(receipt)
 
     async def health(self) -> Response:
-        reason = self._router.why_unserved()
+        answer = report_health(self._router, self._health, self._pairs)
         if self.admission.is_draining:
-            reason = "the server is shutting down"
-        if reason is None:
-            return _json_response({"status": "ok"})
-        return _json_response({"status": "unavailable", "reason": reason}, 503)
+            answer = HealthAnswer(status="unavailable", reason="the server is shutting down")
+        return _json_response(answer, 503 if answer.status == "unavailable" else 200)
 
     async def status(self) -> Response:
-        records = self._directory.workers()
-        return _json_response(await report_status(self.admission, self._client, records))
+        return _json_response(
+            await report_status(self.admission, self._client, self._health, self._pairs)
+        )
+
+    async def metrics(self) -> Response:
+        return Response(self._metrics.text(), content_type=CONTENT_TYPE)
 
     async def _generate(self, read: Callable[[bytes], ClientRequest]) -> Response:
         request = _this_request()
-        request.cleanup.enter_context(self.admission.admit())  # bodies take memory, too
-        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
-        wanted = read(body)
-        route = self._router.pick(wanted.model)
-        record = _record(request.request_id, wanted.model, route)
+        try:
+            request.cleanup.enter_context(self.admission.admit())  # bodies take memory, too
+            body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+            wanted = read(body)
+        except Exception as error:
+            self._metrics.count_refused(_failure(error).code)
+            raise
+        request.record = record = RequestRecord(request_id=request.request_id, model=wanted.model)
         answering = Answering(
-            run_request(self._client, route, wanted, record),
+            self._runner.run(wanted, record),
             answer_to(wanted, record.request_id),
             record,
             self._receipts,
+            self._metrics,
         )
         request.cleanup.push_async_callback(answering.close)
         if not wanted.stream:
@@ -178,7 +214,7 @@ class Proxy(Quart):
         )
 
     async def _hold_connections(self) -> AsyncGenerator[None, None]:
-        async with self._client:
+        async with self._client, self._health, self._self_test:
             yield
 
     async def _check_client_id(self) -> None:
@@ -189,18 +225,17 @@ class Proxy(Quart):
                 "X-Request-Id may have 1 to 128 letters, digits and ._:/+=@-", param="X-Request-Id"
             )
 
-    async def _echo_client_id(self, response: Response) -> Response:
+    async def _add_headers(self, response: Response) -> Response:
         request = _this_request()
         response.headers["X-Request-Id"] = request.echoed_id
+        if request.record is not None:
+            response.headers.update(_route_headers(request.record, response))
         return response
 
     async def _answer_error(self, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            failed = _http_failure(error)
-        else:
-            failed = failure_of(error)
-            if not isinstance(error, NeuronDiError):
-                _log.exception("internal_error", request=_this_request().request_id)
+        failed = _failure(error)
+        if not isinstance(error, HTTPException | NeuronDiError):
+            _log.exception("internal_error", request=_this_request().request_id)
         response = Response(
             error_body(failed), status=failed.http_status, content_type="application/json"
         )
@@ -224,8 +259,11 @@ def _json_response(document: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(document), status=status, content_type="application/json")
 
 
-def _http_failure(error: HTTPException) -> Failed:
-    """What the web framework refuses: unknown paths, wrong methods, bodies too large or slow."""
+def _failure(error: Exception) -> Failed:
+    """What to tell the client, also of what the web framework refuses: unknown paths, wrong
+    methods, bodies too large or slow."""
+    if not isinstance(error, HTTPException):
+        return failure_of(error)
     return Failed(
         code=error.name.lower().replace(" ", "_"),
         message=error.description or error.name,
@@ -234,12 +272,14 @@ def _http_failure(error: HTTPException) -> Failed:
     )
 
 
-def _record(request_id: RequestId, model: str, route: Route) -> RequestRecord:
-    pair = route if isinstance(route, Pair) else Pair(route.worker, route.worker)
-    return RequestRecord(
-        request_id=request_id,
-        attempt=ATTEMPT,
-        model=model,
-        prefill_worker=pair.prefill.worker_id,
-        decode_worker=pair.decode.worker_id,
-    )
+def _route_headers(record: RequestRecord, response: Response) -> dict[str, str]:
+    """Where the answer comes from; of a stream, as known at its first byte."""
+    if not record.attempts:
+        return {}
+    prefill, decode = record.attempts[-1].workers()
+    route = f"prefill={prefill.worker_id}; decode={decode.worker_id}"
+    headers = {"X-Neuron-Di-Route": f"{route}; attempt={record.attempts[-1].number}"}
+    continued = record.continued()
+    if continued is not None and response.content_type == "application/json":
+        headers["X-Neuron-Di-Continued"] = str(continued.continued)
+    return headers

@@ -16,6 +16,13 @@ class LegFailed(PeerError):
         self.failed = failed
 
 
+class RequestTimeout(NeuronDiError):
+    """Raised when a request is not complete at its deadline."""
+
+    http_status = 504
+    code = "request_timeout"
+
+
 def failure_of(error: Exception) -> Failed:
     """What to tell the client of `error`. An error nobody foresaw says nothing of its cause."""
     if isinstance(error, LegFailed):
@@ -27,6 +34,7 @@ def failure_of(error: Exception) -> Failed:
         message=error.message,
         http_status=error.http_status,
         retryable=error.retryable,
+        fault=error.fault,
         param=error.param,
     )
 

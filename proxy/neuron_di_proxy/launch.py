@@ -1,24 +1,38 @@
-"""Runs a request: both legs start at once, and their tokens become one sequence (seed N-24, N-25).
+"""Runs one attempt: both legs start at once, their tokens become one sequence (seed N-24, N-25).
 
-      prefill   Token 0 -> Parked ------------------> Released     (or Token 0 -> Finished)
-      decode    (connects, reserves, waits for KV) -> Token 1 -> Token 2 -> ... -> Finished
-      client    Token 0 ----------------------------> Token 1 -> Token 2 -> ... -> Finished
+      prefill   Token k -> Parked ------------------> Released     (or Token k -> Finished)
+      decode    (connects, reserves, waits for KV) -> Token k+1 -> Token k+2 -> ... -> Finished
+      client    Token k ----------------------------> Token k+1 -> Token k+2 -> ... -> Finished
 
-Decode's answer is not read further than its first event while prefill still speaks, so
-decode can be early without being buffered here.
+The LAUNCH table of `wire/handoff.py` says what may follow what, and what to do about it. k is
+the number of tokens that the client has from earlier attempts.
+
+Next: neuron_di/wire/legs.py
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+import math
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from functools import partial
 
-from neuron_di.errors import KvMissing, NeuronDiError, PeerError, RemoteProtocolError
+from neuron_di.clock import Deadline
+from neuron_di.config import LimitOptions
+from neuron_di.errors import (
+    KvMissing,
+    NeuronDiError,
+    PeerError,
+    PeerTimeout,
+    RemoteProtocolError,
+)
 from neuron_di.obs import get_logger
-from neuron_di.wire import DecodeLeg, Finished, Parked, PrefillLeg, Released, Token
-from neuron_di_proxy.failure import failure_of
-from neuron_di_proxy.openai_request import ClientRequest
-from neuron_di_proxy.receipts import RequestRecord
-from neuron_di_proxy.route import Pair, Route
-from neuron_di_proxy.worker_client import Leg, Progress, WorkerClient
+from neuron_di.wire import DecodeLeg, Finished, Parked, PrefillLeg, Released, Token, WorkerRecord
+from neuron_di.wire.handoff import LaunchAction, LaunchEvent, LaunchState, launch_step
+from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.failure import LegFailed, RequestTimeout, failure_of
+from neuron_di_proxy.health import Health
+from neuron_di_proxy.inbox import Heard, Inbox, Side
+from neuron_di_proxy.route import Pair
+from neuron_di_proxy.workers import Leg, Workers
 
 RELEASE_TIMEOUT_S = 1.0  # from the end of decode to prefill's word that its blocks are free
 
@@ -26,162 +40,244 @@ _log = get_logger(__name__)
 
 Generation = AsyncGenerator[Token | Finished, None]
 
+_EVENTS = {
+    ("prefill", Token): LaunchEvent.PREFILL_TOKEN,
+    ("prefill", Parked): LaunchEvent.PREFILL_PARKED,
+    ("prefill", Released): LaunchEvent.PREFILL_RELEASED,
+    ("prefill", Finished): LaunchEvent.PREFILL_FINISHED,
+    ("decode", Token): LaunchEvent.DECODE_TOKEN,
+    ("decode", Finished): LaunchEvent.DECODE_FINISHED,
+}
 
-async def run_request(
-    client: WorkerClient, route: Route, request: ClientRequest, record: RequestRecord
-) -> Generation:
-    """Yield the request's tokens, indices 0, 1, 2, …, each once, and then its `Finished`.
 
-    Raises the first failure of a leg that the request cannot do without. However it ends,
-    also when it is closed early, no leg stays open.
-    """
-    context_tokens = None
-    if isinstance(route, Pair):
-        context_tokens = min(route.prefill.context_tokens, route.decode.context_tokens)
-    leg = PrefillLeg(
-        request_id=record.request_id,
-        attempt=record.attempt,
-        endpoint=request.endpoint,
-        prompt=request.prompt,
-        sampling=request.sampling,
-        context_tokens=context_tokens,
-    )
-    if isinstance(route, Pair):
+class Launcher:
+    """Runs attempts at requests."""
+
+    def __init__(self, workers: Workers, health: Health, limits: LimitOptions) -> None:
+        self._workers = workers
+        self._health = health
+        self._limits = limits
+
+    async def run(self, attempt: Attempt) -> Generation:
+        """Yield the attempt's tokens, indices from `attempt.first_index` on, then its `Finished`.
+
+        Raises the failure that ended it, after writing into `attempt` who is at fault. However
+        it ends, also when it is closed early, no leg stays open: all are closed before anything
+        is awaited. `Finished` comes after that.
+        """
+        if attempt.deadline.has_passed():
+            attempt.code = RequestTimeout.code
+            raise RequestTimeout("the request was not complete in time")
+        sides = self._sides(attempt)
+        inbox = Inbox()
+        running = _Running(attempt, inbox, self._limits)
+        events = running.pair() if isinstance(attempt.route, Pair) else running.whole()
+        watched = ExitStack()
+        finished: Finished | None = None
+        try:
+            for side, (record, leg) in sides.items():
+                inbox.read(side, leg, pause=side == "decode")
+                watched.enter_context(self._health.watching(record, partial(inbox.lose, side)))
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Finished):
+                        finished = event
+                    else:
+                        yield event
+            for record, _ in sides.values():
+                self._health.praise(record)
+        except NeuronDiError as error:
+            _note_failure(attempt, running.speaker, error)
+            raise
+        finally:
+            for _, leg in sides.values():
+                leg.close()
+            watched.close()
+            await inbox.close()
+        assert finished is not None, "the events of an attempt end with it, or raise"
+        yield finished
+
+    def _sides(self, attempt: Attempt) -> dict[Side, tuple[WorkerRecord, Leg]]:
+        """Each leg and its worker. Nothing is sent yet."""
+        route, request = attempt.route, attempt.request
+        timeout_s = max(attempt.deadline.remaining_s(), 1e-3)
+        context_tokens = None
+        if isinstance(route, Pair):
+            context_tokens = min(route.prefill.context_tokens, route.decode.context_tokens)
+        leg = PrefillLeg(
+            request_id=attempt.request_id,
+            attempt=attempt.number,
+            endpoint=request.endpoint,
+            prompt=request.prompt,
+            sampling=request.sampling,
+            timeout_s=timeout_s,
+            context_tokens=context_tokens,
+            emitted=attempt.emitted,
+        )
+        if not isinstance(route, Pair):
+            return {"whole": (route.worker, self._workers.open_leg(route.worker, "whole", leg))}
         decode_leg = DecodeLeg(
-            request_id=record.request_id,
-            attempt=record.attempt,
+            request_id=attempt.request_id,
+            attempt=attempt.number,
             sampling=request.sampling,
             prefill=route.prefill.peer_address(),
+            timeout_s=timeout_s,
             context_tokens=context_tokens,
+            num_emitted=attempt.first_index,
         )
-        prefill = client.open_leg(route.prefill, "prefill", leg)
-        decode = client.open_leg(route.decode, "decode", decode_leg)
-        legs = [prefill, decode]
-        events = _PairRun(prefill, decode, record).events()
-    else:
-        whole = client.open_leg(route.worker, "whole", leg)
-        legs = [whole]
-        events = _run_whole(whole, record)
-    try:
-        async for event in events:
-            if isinstance(event, Token):
-                _check_index(event, record)
-                record.count_token()
-            elif event.reason in ("cancelled", "error"):
-                raise PeerError(f"the request ended early: {event.reason}")
+        prefill = self._workers.open_leg(route.prefill, "prefill", leg)
+        decode = self._workers.open_leg(route.decode, "decode", decode_leg)
+        return {"prefill": (route.prefill, prefill), "decode": (route.decode, decode)}
+
+
+class _Running:
+    """One attempt while it runs. `speaker` is whose words are being dealt with."""
+
+    def __init__(self, attempt: Attempt, inbox: Inbox, limits: LimitOptions) -> None:
+        self._attempt = attempt
+        self._inbox = inbox
+        self._limits = limits
+        self._stall: Deadline | None = None  # runs while a decode worker owes the next token
+        self._is_prefill_over = False
+        self.speaker: Side | None = None
+
+    async def whole(self) -> Generation:
+        """The events of a worker that does it all."""
+        while True:
+            _, said = await self._hear("whole")
+            if isinstance(said, Exception):
+                raise said
+            if isinstance(said, Finished):
+                self._attempt.prefill = self._attempt.decode = said.receipt
+                yield self._complete(said)
+                return
+            if not isinstance(said, Token):
+                raise RemoteProtocolError(f"a worker sent {type(said).__name__} to a whole leg")
+            yield self._due(said)
+            self._stall = Deadline.after(self._limits.stall_timeout_s)
+
+    async def pair(self) -> Generation:
+        """The events of both legs, as the table moves them."""
+        state = LaunchState.LAUNCHED
+        held: Heard | None = None  # decode's word, put aside until prefill has said more
+        is_due = False
+        while state is not LaunchState.OVER:
+            if held is not None and is_due:
+                heard, held = held, None
+                self.speaker = heard.side
             else:
-                record.finished = event
-            yield event
-    finally:
-        await events.aclose()
-        for open_leg in legs:
-            open_leg.close()
+                heard = await self._hear("decode")
+            is_due = heard.side == "prefill"
+            state, actions = launch_step(state, _event_of(heard))
+            if LaunchAction.HOLD_BACK in actions:
+                held = heard
+            elif heard.side == "decode":
+                self._inbox.resume()
+            if LaunchAction.FAIL in actions:
+                assert isinstance(heard.said, Exception), "only a failure fails"
+                raise heard.said
+            if LaunchAction.KEEP_RECEIPT in actions:
+                self._keep_receipt(heard)
+                if state is LaunchState.PARKED:  # decode has the KV, and owes a token
+                    self._stall = Deadline.after(self._limits.stall_timeout_s)
+            if LaunchAction.EMIT in actions:
+                assert isinstance(heard.said, Token), "only tokens are given"
+                yield self._due(heard.said)
+                if heard.side == "decode":
+                    self._stall = Deadline.after(self._limits.stall_timeout_s)
+            if LaunchAction.FINISH in actions:
+                assert isinstance(heard.said, Finished), "only this finishes"
+                finished = self._complete(heard.said)
+                if heard.side == "decode":
+                    await self._note_release()
+                yield finished
 
-
-def _check_index(token: Token, record: RequestRecord) -> None:
-    if token.index != record.num_tokens:
-        raise RemoteProtocolError(
-            f"a worker sent token {token.index} where token {record.num_tokens} was due"
-        )
-
-
-async def _run_whole(leg: Leg, record: RequestRecord) -> Generation:
-    while True:
-        event = await leg.next()
-        if isinstance(event, Finished):
-            record.prefill = record.decode = event.receipt
-            yield event
-            return
-        yield _expect_token(event)
-
-
-class _PairRun:
-    """One request on two workers. Ends every task it starts."""
-
-    def __init__(self, prefill: Leg, decode: Leg, record: RequestRecord) -> None:
-        self._prefill = prefill
-        self._decode = decode
-        self._record = record
-        self._tasks: list[asyncio.Task[Progress]] = []
-
-    async def events(self) -> Generation:
+    async def _hear(self, owing: Side) -> Heard:
+        """The next word of any leg. `owing` is at fault where the next token is overdue."""
+        wait_s = self._attempt.deadline.remaining_s()
+        stall_s = self._stall.remaining_s() if self._stall is not None else math.inf
         try:
-            prefill_next = self._start(self._prefill.next())
-            decode_next = self._start(self._decode.next())  # neither waits for the other
-            yield _expect_token(await _prefill_event(prefill_next, decode_next))
+            heard = await self._inbox.next(min(wait_s, stall_s))
+        except TimeoutError:
+            if stall_s >= wait_s:
+                self.speaker = None
+                raise RequestTimeout("the request was not complete in time") from None
+            self.speaker = owing
+            worker_id = self._attempt.workers()[1].worker_id
+            raise PeerTimeout(f"worker {worker_id} sent no token for too long") from None
+        self.speaker = heard.side
+        if heard.side == "prefill" and isinstance(heard.said, Exception | Released):
+            self._is_prefill_over = True
+        return heard
 
-            prefill_next = self._start(self._prefill.next())
-            event = await _prefill_event(prefill_next, decode_next)
-            if isinstance(event, Finished):
-                self._record.prefill = event.receipt
-                yield event
-                return
-            if not isinstance(event, Parked):
-                raise RemoteProtocolError("a prefill leg did not park after its token")
+    def _due(self, token: Token) -> Token:
+        """Count a token. Raises RemoteProtocolError unless it is the next one."""
+        due = self._attempt.first_index + self._attempt.num_tokens
+        if token.index != due:
+            raise RemoteProtocolError(f"a worker sent token {token.index} where {due} was due")
+        self._attempt.num_tokens += 1
+        return token
 
-            prefill_next = self._start(self._prefill.next())
-            event = await _first_of_decode(prefill_next, decode_next)
-            while not isinstance(event, Finished):
-                yield _expect_token(event)
-                event = await self._decode.next()
-            self._record.decode = event.receipt
-            await self._note_release(prefill_next)
-            yield event
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+    def _complete(self, finished: Finished) -> Finished:
+        """Check an end. Raises where a worker gave up, or where tokens were lost on the way."""
+        num_given = self._attempt.first_index + self._attempt.num_tokens
+        if finished.reason in ("cancelled", "error"):
+            raise PeerError(f"the request ended early: {finished.reason}")
+        if finished.num_generated != num_given:
+            raise RemoteProtocolError(
+                f"a worker ended after {finished.num_generated} tokens, of which {num_given} came"
+            )
+        return finished
 
-    def _start(self, event: Coroutine[None, None, Progress]) -> asyncio.Task[Progress]:
-        task = asyncio.create_task(event)
-        self._tasks.append(task)
-        return task
+    def _keep_receipt(self, heard: Heard) -> None:
+        assert isinstance(heard.said, Finished | Released), "only these have receipts"
+        if heard.side == "prefill":
+            self._attempt.prefill = heard.said.receipt
+        else:
+            self._attempt.decode = heard.said.receipt
 
-    async def _note_release(self, prefill_next: asyncio.Task[Progress]) -> None:
+    async def _note_release(self) -> None:
         """Keep prefill's receipt. Its absence does not spoil a complete answer."""
-        await asyncio.wait({prefill_next}, timeout=RELEASE_TIMEOUT_S)
-        if prefill_next.done() and prefill_next.exception() is None:
-            event = prefill_next.result()
-            if isinstance(event, Released):
-                self._record.prefill = event.receipt
+        deadline = Deadline.after(RELEASE_TIMEOUT_S)
+        while not self._is_prefill_over:
+            try:
+                heard = await self._inbox.next(deadline.remaining_s())
+            except TimeoutError:
+                break
+            if isinstance(heard.said, Released):
+                self._attempt.prefill = heard.said.receipt
                 return
-        _log.warning(
-            "release_unseen", request=self._record.request_id, worker=self._prefill.worker_id
-        )
+            self._is_prefill_over = True
+        if self._attempt.prefill is None:
+            _log.warning("release_unseen", request=self._attempt.request_id)
 
 
-async def _prefill_event(
-    prefill_next: asyncio.Task[Progress], decode_next: asyncio.Task[Progress]
-) -> Progress:
-    """Wait for prefill's next event; a failure of decode ends the wait, unless prefill caused it.
-
-    When prefill fails, or finishes with token 0, decode hears "never" from it and fails with
-    KvMissing, perhaps before prefill's own word arrives here. That word is what counts.
-    """
-    await asyncio.wait({prefill_next, decode_next}, return_when=asyncio.FIRST_COMPLETED)
-    if not prefill_next.done():
-        error = decode_next.exception()
-        if isinstance(error, NeuronDiError) and failure_of(error).code == KvMissing.code:
-            return await prefill_next
-        if error is not None:
-            raise error
-    return await prefill_next
+def _event_of(heard: Heard) -> LaunchEvent:
+    side, said = heard
+    if not isinstance(said, Exception):
+        event = _EVENTS.get((side, type(said)))
+        if event is None:
+            raise RemoteProtocolError(f"a worker sent {type(said).__name__} to a {side} leg")
+        return event
+    if not isinstance(said, NeuronDiError):
+        raise said  # a bug of ours
+    if side == "prefill":
+        return LaunchEvent.PREFILL_FAILED
+    is_denied = failure_of(said).code == KvMissing.code
+    return LaunchEvent.DECODE_DENIED if is_denied else LaunchEvent.DECODE_FAILED
 
 
-async def _first_of_decode(
-    prefill_next: asyncio.Task[Progress], decode_next: asyncio.Task[Progress]
-) -> Progress:
-    """Wait for decode's first event; a failure of prefill ends the wait.
-
-    Once decode has spoken it holds the KV, and what becomes of prefill no longer matters.
-    """
-    await asyncio.wait({prefill_next, decode_next}, return_when=asyncio.FIRST_COMPLETED)
-    if not decode_next.done() and not isinstance(prefill_next.result(), Released):
-        raise RemoteProtocolError("a prefill leg went on after it had parked")
-    return await decode_next
-
-
-def _expect_token(event: Progress) -> Token:
-    if not isinstance(event, Token):
-        raise RemoteProtocolError(f"a worker sent {type(event).__name__} where a token was due")
-    return event
+def _note_failure(attempt: Attempt, speaker: Side | None, error: NeuronDiError) -> None:
+    """Write down why the attempt failed, and who is at fault."""
+    failed = failure_of(error)
+    attempt.code = failed.code
+    if speaker is None or failed.fault == "client":
+        return
+    prefill, decode = attempt.workers()
+    own, partner = (decode, prefill) if speaker == "decode" else (prefill, decode)
+    if failed.http_status in (429, 503):
+        attempt.refused_by = own
+    elif isinstance(error, LegFailed) and failed.fault == "peer":
+        attempt.blamed = partner
+    elif failed.http_status >= 500:
+        attempt.blamed = own

@@ -13,6 +13,7 @@ from neuron_di.clock import unix_s
 from neuron_di.types import RequestId
 from neuron_di.wire import Finished, Token, TokenLogprob
 from neuron_di_proxy.openai_request import ClientRequest, Endpoint
+from neuron_di_proxy.receipts import Continued
 
 DONE = b"data: [DONE]\n\n"
 LOGPROB_MIN = -9999.0  # what OpenAI sends for a probability of zero; JSON has no infinity
@@ -40,22 +41,29 @@ class Answer(ABC):
         """The SSE event for one token."""
         return self._event([self._delta(token.text, self._logprobs([token]), None)], None)
 
-    def last_chunk(self, finished: Finished) -> bytes:
+    def last_chunk(self, finished: Finished, continued: Continued | None = None) -> bytes:
         """The SSE events that follow the last token, without the closing `[DONE]`."""
-        events = self._event([self._delta(finished.text, None, finished.reason)], None)
+        choice = self._delta(finished.text, None, finished.reason)
+        events = self._event([choice], None, _extra(continued))
         if self._include_usage:
             events += self._event([], _usage(finished))
         return events
 
-    def whole(self, tokens: list[Token], finished: Finished) -> bytes:
+    def whole(
+        self, tokens: list[Token], finished: Finished, continued: Continued | None = None
+    ) -> bytes:
         """The JSON document of an answer that is not streamed."""
         text = "".join(token.text for token in tokens) + finished.text
         choice = self._choice(text, self._logprobs(tokens), finished.reason)
         head = self._head | {"object": self.whole_object}
-        return _encode(head | {"choices": [choice], "usage": _usage(finished)})
+        document = head | {"choices": [choice], "usage": _usage(finished)}
+        return _encode(document | _extra(continued))
 
-    def _event(self, choices: list[_Json], usage: _Json | None) -> bytes:
+    def _event(
+        self, choices: list[_Json], usage: _Json | None, extra: _Json | None = None
+    ) -> bytes:
         document = self._head | {"object": self.chunk_object, "choices": choices}
+        document |= extra or {}
         if self._include_usage:
             document["usage"] = usage
         return b"data: %b\n\n" % _encode(document)
@@ -146,6 +154,11 @@ _ANSWERS: dict[Endpoint, type[Answer]] = {"completions": _CompletionAnswer, "cha
 def answer_to(request: ClientRequest, request_id: RequestId) -> Answer:
     """The writer of the answer in the shape of the endpoint that was asked."""
     return _ANSWERS[request.endpoint](request, request_id)
+
+
+def _extra(continued: Continued | None) -> _Json:
+    """What is not OpenAI's: only answers that were continued have it."""
+    return {} if continued is None else {"neuron_di": continued}
 
 
 def _usage(finished: Finished) -> _Json:

@@ -32,15 +32,7 @@ async def _run(options: ProxyOptions) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    config = ProxyConfig(
-        host=options.host,
-        port=options.port,
-        requests_max=options.limits.requests_max,
-        connect_timeout_s=options.limits.connect_timeout_s,
-        idle_timeout_s=options.limits.idle_timeout_s,
-        request_timeout_s=options.limits.request_timeout_s,
-        drain_timeout_s=options.limits.drain_timeout_s,
-    )
+    config = ProxyConfig(host=options.host, port=options.port, limits=options.limits)
     sock = bind(config)
     host, port = sock.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -2,85 +2,147 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
 from neuron_di.clock import now_s
 from neuron_di.types import FinishReason, RequestId, WorkerId
-from neuron_di.wire import Finished, LegReceipt
+from neuron_di.wire import Finished, LegReceipt, Token
+from neuron_di_proxy.attempt import Attempt
 
 RECEIPTS_MAX = 1000
 
+# How a continued answer compares to an undisturbed one. exact: the same, to the last bit.
+# recomputed: valid, but other rounding may have led to other tokens.
+Grade = Literal["exact", "recomputed"]
+
+
+class Continued(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer says of itself when it came from several attempts."""
+
+    continued: int
+    grade: Grade
+
+
+class AttemptReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at a request."""
+
+    attempt: int
+    prefill_worker: WorkerId
+    decode_worker: WorkerId
+    first_index: int  # of the tokens it gave
+    num_tokens: int
+    code: str | None  # why it failed; None: it did not
+    blamed: WorkerId | None  # who was at fault
+
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished request. Durations are seconds, as the proxy saw them unless a leg says so."""
+    """A finished request. Durations are seconds, as the proxy saw them unless a leg says so.
+
+    What is said of workers and KV is said of the last attempt.
+    """
 
     request_id: RequestId
-    attempt: int
+    attempt: int | None  # the last one's number; None: no worker was ever found
     model: str
-    prefill_worker: WorkerId
-    decode_worker: WorkerId  # the same as prefill_worker when one worker did it all
+    prefill_worker: WorkerId | None
+    decode_worker: WorkerId | None  # the same as prefill_worker when one worker did it all
     finish_reason: FinishReason
     num_prompt: int
     num_generated: int
     ttft_s: float | None  # None: no token came
     itl_mean_s: float | None  # None: fewer than two tokens came
     e2e_s: float
+    attempts: list[AttemptReceipt]
+    continued: int  # attempts that went on after tokens had been sent
+    grade: Grade | None  # of a continued answer
+    link: str  # what moved the KV; "" when nothing moved
     kv_bytes: int  # moved from prefill to decode
     transfer_s: float
+    verify_s: float  # digests made and compared, both ends together
     prefill: LegReceipt | None  # None: that leg said nothing before the request ended
     decode: LegReceipt | None
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What is known of a running request. Written by its launch, sealed once at its end."""
+    """What is known of a running request. Written by recovery, sealed once at its end."""
 
     request_id: RequestId
-    attempt: int
     model: str
-    prefill_worker: WorkerId
-    decode_worker: WorkerId
     accepted_s: float = field(default_factory=now_s)
     first_token_s: float | None = None
     last_token_s: float = 0.0
-    num_tokens: int = 0
-    prefill: LegReceipt | None = None
-    decode: LegReceipt | None = None
+    emitted: list[int] = field(default_factory=list)  # ids of all tokens given to the client
+    attempts: list[Attempt] = field(default_factory=list)
     finished: Finished | None = None
 
-    def count_token(self) -> None:
+    def count_token(self, token: Token) -> None:
         self.last_token_s = now_s()
-        self.num_tokens += 1
+        self.emitted.append(token.token_id)
         if self.first_token_s is None:
             self.first_token_s = self.last_token_s
 
+    def continued(self) -> Continued | None:
+        """What the answer must say of its continuations; None when there was none."""
+        num_continued = sum(1 for attempt in self.attempts if attempt.emitted)
+        if num_continued == 0:
+            return None
+        workers = [worker for attempt in self.attempts for worker in attempt.workers()]
+        numerics = {worker.numerics for worker in workers}
+        is_exact = len(numerics) == 1 and None not in numerics
+        return Continued(continued=num_continued, grade="exact" if is_exact else "recomputed")
+
     def seal(self, reason: FinishReason) -> Receipt:
         """The receipt of the request as it stands, ended for `reason`."""
-        legs = [leg for leg in (self.prefill, self.decode) if leg is not None]
+        last = self.attempts[-1] if self.attempts else None
+        prefill_worker, decode_worker = last.workers() if last else (None, None)
+        prefill, decode = (last.prefill, last.decode) if last else (None, None)
+        both = [leg for leg in (prefill, decode) if leg is not None]
+        legs = both[:1] if prefill is decode else both
+        continued = self.continued()
         ttft_s = itl_mean_s = None
         if self.first_token_s is not None:
             ttft_s = self.first_token_s - self.accepted_s
-            if self.num_tokens > 1:
-                itl_mean_s = (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+            if len(self.emitted) > 1:
+                itl_mean_s = (self.last_token_s - self.first_token_s) / (len(self.emitted) - 1)
         return Receipt(
             request_id=self.request_id,
-            attempt=self.attempt,
+            attempt=last.number if last else None,
             model=self.model,
-            prefill_worker=self.prefill_worker,
-            decode_worker=self.decode_worker,
+            prefill_worker=prefill_worker.worker_id if prefill_worker else None,
+            decode_worker=decode_worker.worker_id if decode_worker else None,
             finish_reason=reason,
             num_prompt=self.finished.num_prompt if self.finished else 0,
-            num_generated=self.finished.num_generated if self.finished else self.num_tokens,
+            num_generated=self.finished.num_generated if self.finished else len(self.emitted),
             ttft_s=ttft_s,
             itl_mean_s=itl_mean_s,
             e2e_s=now_s() - self.accepted_s,
+            attempts=[_attempt_receipt(attempt) for attempt in self.attempts],
+            continued=continued.continued if continued else 0,
+            grade=continued.grade if continued else None,
             # Both ends may report the transfer; it happened once.
+            link=max((leg.link for leg in legs), default=""),
             kv_bytes=max((leg.kv_bytes for leg in legs), default=0),
             transfer_s=max((leg.transfer_s for leg in legs), default=0.0),
-            prefill=self.prefill,
-            decode=self.decode,
+            verify_s=sum(leg.verify_s for leg in legs),
+            prefill=prefill,
+            decode=decode,
         )
+
+
+def _attempt_receipt(attempt: Attempt) -> AttemptReceipt:
+    prefill, decode = attempt.workers()
+    return AttemptReceipt(
+        attempt=attempt.number,
+        prefill_worker=prefill.worker_id,
+        decode_worker=decode.worker_id,
+        first_index=attempt.first_index,
+        num_tokens=attempt.num_tokens,
+        code=attempt.code,
+        blamed=attempt.blamed.worker_id if attempt.blamed else None,
+    )
 
 
 class ReceiptStore:

@@ -1,18 +1,21 @@
 """Which workers serve a request: round robin over prefill and over decode workers (seed N-26).
 
-Pure: it reads a directory and keeps the order in which workers were used. No I/O, no clock.
+Pure: it reads a directory, asks who is fit, and keeps the order in which workers were used.
+No I/O, no clock.
 
-Next: proxy/neuron_di_proxy/launch.py
+Next: proxy/neuron_di_proxy/recovery.py
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
 from neuron_di.errors import CapacityError, ClientError
 from neuron_di.types import Role, WorkerId
 from neuron_di.wire import WorkerRecord
+from neuron_di_proxy.workers import Process, process_of
 
 
 class Directory(Protocol):
@@ -21,6 +24,20 @@ class Directory(Protocol):
     def workers(self) -> tuple[WorkerRecord, ...]:
         """A snapshot. Returns at once; never raises."""
         ...
+
+
+class Fitness(Protocol):
+    """Whether a known worker can be given a request now."""
+
+    def why_not(self, record: WorkerRecord) -> str:
+        """Why not, in words; empty when it can."""
+        ...
+
+
+class PairFitness(Protocol):
+    """Whether two workers that fit by their records can really hand over."""
+
+    def has_failed(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool: ...
 
 
 class ModelNotFound(ClientError):
@@ -51,8 +68,12 @@ Route = Pair | Whole
 class Router:
     """Picks the workers of each request: of those that fit, the ones not used for longest."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(
+        self, directory: Directory, fitness: Fitness, pairs: PairFitness | None = None
+    ) -> None:
         self._directory = directory
+        self._fitness = fitness
+        self._pairs = pairs
         self._turns = itertools.count(1)
         self._last_turn: dict[WorkerId, int] = {}
 
@@ -60,32 +81,68 @@ class Router:
         """Names of the models that any known worker has, in alphabetical order."""
         return sorted({record.model for record in self._directory.workers()})
 
-    def pick(self, model: str) -> Route:
+    def pick(
+        self, model: str, avoid: AbstractSet[Process] = frozenset(), model_digest: str | None = None
+    ) -> Route:
         """Choose the workers of one request and count it as their turn.
+
+        Processes in `avoid`, and pairs that failed their test, are chosen only where there is
+        nothing else. With `model_digest` the workers have exactly these weights.
 
         Raises ModelNotFound when workers are known but none has `model`, and CapacityError
         (which says what is missing) when none of them can serve it now.
         """
         known = self._directory.workers()
-        prefills, wholes = _serving(known, model)
-        if prefills:
-            prefill = self._take_turn(prefills)
-            fitting = [d for d in _ready(known, model, "decode") if _fits(prefill, d)]
-            return Pair(prefill, self._take_turn(fitting))
+        usable = [r for r in known if r.model == model and self._is_usable(r, model_digest)]
+        prefills, decodes, wholes = (_of_role(usable, r) for r in ("prefill", "decode", "both"))
+        prefills = [p for p in prefills if any(fits(p, d) for d in decodes)]
+        working = [p for p in prefills if any(self._works(p, d) for d in decodes)]
+        if working or (prefills and not wholes):
+            prefill = self._take_turn(_prefer(working or prefills, avoid))
+            fitting = [d for d in decodes if fits(prefill, d)]
+            fitting = [d for d in fitting if self._works(prefill, d)] or fitting
+            return Pair(prefill, self._take_turn(_prefer(fitting, avoid)))
         if wholes:
-            return Whole(self._take_turn(wholes))
+            return Whole(self._take_turn(_prefer(wholes, avoid)))
         if known and all(record.model != model for record in known):
             raise ModelNotFound(f"the model {model!r} does not exist", param="model")
-        raise CapacityError(_what_is_missing(known, model))
+        missing = self._what_is_missing(known, model)
+        raise CapacityError(missing or f"no worker has the weights of model {model!r} any more")
 
     def why_unserved(self) -> str | None:
         """Why no request of any model can be served now; None when some can."""
         known = self._directory.workers()
-        if any(any(_serving(known, model)) for model in self.models()):
-            return None
+        models = self.models()
+        reasons = [self._what_is_missing(known, model) for model in models]
         if not known:
             return "no worker is known"
-        return "; ".join(_what_is_missing(known, model) for model in self.models())
+        return "; ".join(reasons) if all(reasons) else None
+
+    def _is_usable(self, record: WorkerRecord, model_digest: str | None) -> bool:
+        if record.state != "ready" or self._fitness.why_not(record):
+            return False
+        return model_digest is None or record.model_digest == model_digest
+
+    def _works(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+        if not fits(prefill, decode):
+            return False
+        return self._pairs is None or not self._pairs.has_failed(prefill, decode)
+
+    def _what_is_missing(self, known: Iterable[WorkerRecord], model: str) -> str:
+        """Empty when nothing is."""
+        ready = [r for r in known if r.model == model and r.state == "ready"]
+        usable = [record for record in ready if not self._fitness.why_not(record)]
+        if _of_role(usable, "both"):
+            return ""
+        missing = [role for role in _HALVES if not _of_role(usable, role)]
+        if missing:
+            why = [self._fitness.why_not(r) for role in missing for r in _of_role(ready, role)]
+            text = f"no {' and no '.join(missing)} worker is ready for model {model!r}"
+            return f"{text}: {'; '.join(why)}" if why else text
+        decodes = _of_role(usable, "decode")
+        if any(fits(p, d) for p in _of_role(usable, "prefill") for d in decodes):
+            return ""
+        return f"no prefill and decode worker for model {model!r} agree on weights and KV layout"
 
     def _take_turn(self, candidates: Sequence[WorkerRecord]) -> WorkerRecord:
         chosen = min(candidates, key=lambda r: (self._last_turn.get(r.worker_id, 0), r.worker_id))
@@ -99,29 +156,21 @@ class Router:
             self._last_turn = {w: turn for w, turn in self._last_turn.items() if w in known}
 
 
-def _ready(known: Iterable[WorkerRecord], model: str, role: Role) -> list[WorkerRecord]:
-    return [r for r in known if r.role == role and r.state == "ready" and r.model == model]
+_HALVES: tuple[Role, Role] = ("prefill", "decode")
 
 
-def _fits(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-    """True when `decode` can continue on KV that `prefill` computed."""
+def fits(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+    """True when `decode` can continue on KV that `prefill` computed, by what both say."""
     return (prefill.model_digest, prefill.layout_digest) == (
         decode.model_digest,
         decode.layout_digest,
     )
 
 
-def _serving(
-    known: Iterable[WorkerRecord], model: str
-) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Prefill workers that have a decode worker to hand over to, and workers of both roles."""
-    decodes = _ready(known, model, "decode")
-    prefills = [p for p in _ready(known, model, "prefill") if any(_fits(p, d) for d in decodes)]
-    return prefills, _ready(known, model, "both")
+def _of_role(records: Iterable[WorkerRecord], role: Role) -> list[WorkerRecord]:
+    return [record for record in records if record.role == role]
 
 
-def _what_is_missing(known: Iterable[WorkerRecord], model: str) -> str:
-    missing = [role for role in ("prefill", "decode") if not _ready(known, model, role)]
-    if missing:
-        return f"no {' and no '.join(missing)} worker is ready for model {model!r}"
-    return f"no prefill and decode worker for model {model!r} agree on its weights and KV layout"
+def _prefer(records: list[WorkerRecord], avoid: AbstractSet[Process]) -> list[WorkerRecord]:
+    """Those not to avoid; all, where that leaves none."""
+    return [record for record in records if process_of(record) not in avoid] or records

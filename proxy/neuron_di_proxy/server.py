@@ -28,6 +28,10 @@ def bind(config: ProxyConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # For connections of clients that never read: what they do not take would stay for ever.
+        unread_ms = int(2000 * config.limits.send_timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
     try:
         sock.bind((config.host, config.port))
         # Listening at once makes a second server fail here, and lets early clients wait.
@@ -55,11 +59,11 @@ async def serve(
         app.drain()
         _log.info("drain", running=app.admission.num_running)
         try:
-            async with asyncio.timeout(config.drain_timeout_s):
+            async with asyncio.timeout(config.limits.drain_timeout_s):
                 await app.admission.wait_idle()
         except TimeoutError:
             _log.warning("drain_timeout", running=app.admission.num_running)
-            await app.abandon_running()
+            app.abandon_running()
 
     hypercorn = HypercornConfig()
     hypercorn.bind = [f"fd://{sock.detach()}"]  # hypercorn makes a socket of it and closes that

@@ -4,34 +4,31 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, Self
+from typing import Self
 
 import aiohttp
 import msgspec
 
+from neuron_di.config import LimitOptions
 from neuron_di.errors import CapacityError, PeerError, PeerGone, PeerTimeout, RemoteProtocolError
 from neuron_di.types import WorkerId
 from neuron_di.wire import (
     EVENT_BYTES_MAX,
     Failed,
     Finished,
-    Parked,
     Released,
-    Token,
     WorkerRecord,
     WorkerStatus,
     encode_json,
     leg_event_decoder,
     status_decoder,
 )
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.workers import LegKind, Progress
 
 END_OF_LEG_TIMEOUT_S = 1.0  # from a leg's terminal event to the end of its answer
 STATUS_TIMEOUT_S = 1.0
 STATUS_BYTES_MAX = 64 << 10
-
-Progress = Token | Parked | Released | Finished
 
 
 class Leg:
@@ -121,8 +118,8 @@ class Leg:
 class WorkerClient:
     """The proxy's connections to all workers. An async context manager; one per process."""
 
-    def __init__(self, config: ProxyConfig) -> None:
-        self._config = config
+    def __init__(self, limits: LimitOptions) -> None:
+        self._limits = limits
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -130,9 +127,9 @@ class WorkerClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(
-                total=self._config.request_timeout_s,
-                sock_connect=self._config.connect_timeout_s,
-                sock_read=self._config.idle_timeout_s,
+                total=self._limits.request_timeout_s,
+                sock_connect=self._limits.connect_timeout_s,
+                sock_read=self._limits.idle_timeout_s,
             ),
         )
         return self
@@ -144,9 +141,7 @@ class WorkerClient:
         """End every open leg with PeerGone. May be called more than once."""
         await self._session.close()
 
-    def open_leg(
-        self, record: WorkerRecord, kind: Literal["prefill", "decode", "whole"], leg: msgspec.Struct
-    ) -> Leg:
+    def open_leg(self, record: WorkerRecord, kind: LegKind, leg: msgspec.Struct) -> Leg:
         """Prepare a leg. Nothing is sent before its first `next`."""
         url = f"{record.url()}/legs/{kind}"
         return Leg(self._session, record.worker_id, url, encode_json(leg))

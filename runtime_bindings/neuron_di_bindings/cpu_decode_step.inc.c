@@ -210,17 +210,14 @@ FUNCTION void NAME(add_values)(const Values *a, const float *scores, float *out,
     if (heads) NAME(values_strip)(a, scores, out, 1);
 }
 
-/* Writes the new token's K and V of one row and KV head, and attends its H / K query heads. */
-FUNCTION void NAME(attend)(const Decoder *d, const Layer *l, const Step *step, const Buffers *buf,
-                           int64_t layer, int64_t row, int64_t kv_head, float *scores) {
+/* Turns one row's H / K query heads of a KV head, and writes its new token's K and V. */
+FUNCTION void NAME(place)(const Decoder *d, const Layer *l, const Step *step, const Buffers *buf,
+                          int64_t layer, int64_t row, int64_t kv_head) {
     const int64_t K = d->num_kv_heads, D = d->head_dim, S = d->block_size;
     const int64_t heads = d->num_heads / K, position = step->positions[row];
-    const int64_t start = d->window ? max64(0, position + 1 - d->window) : 0;
-    const int64_t count = position + 1 - start, values_offset = K * S * D;
     const int32_t *table = step->block_tables + row * step->max_blocks;
     float *qkv = buf->qkv + row * row_stride((d->num_heads + 2 * K) * D);
     float *q = qkv + kv_head * heads * D, *k = qkv + (d->num_heads + kv_head) * D, *v = k + K * D;
-    float *out = buf->attended + row * row_stride(d->num_heads * D) + kv_head * heads * D;
     weight *pool = (weight *)d->pool + layer * 2 * K * S * D + kv_head * S * D;
     const int64_t block_size = d->num_layers * 2 * K * S * D;
     const float scale = 1.0f / sqrtf((float)D);
@@ -230,7 +227,21 @@ FUNCTION void NAME(attend)(const Decoder *d, const Layer *l, const Step *step, c
     NAME(rotate)(d, k, l->k_norm, position);
     weight *slot = pool + table[position / S] * block_size + position % S * D;
     NAME(store_head)(slot, k, D);
-    NAME(store_head)(slot + values_offset, v, D);
+    NAME(store_head)(slot + K * S * D, v, D);
+}
+
+/* Attends one row's H / K query heads of a KV head over the pool, its new token included. */
+FUNCTION void NAME(attend)(const Decoder *d, const Step *step, const Buffers *buf, int64_t layer,
+                           int64_t row, int64_t kv_head, float *scores) {
+    const int64_t K = d->num_kv_heads, D = d->head_dim, S = d->block_size;
+    const int64_t heads = d->num_heads / K, position = step->positions[row];
+    const int64_t start = first_seen(d, position);
+    const int64_t count = position + 1 - start, values_offset = K * S * D;
+    const int32_t *table = step->block_tables + row * step->max_blocks;
+    const float *q = buf->qkv + row * row_stride((d->num_heads + 2 * K) * D) + kv_head * heads * D;
+    float *out = buf->attended + row * row_stride(d->num_heads * D) + kv_head * heads * D;
+    const weight *pool = (const weight *)d->pool + layer * 2 * K * S * D + kv_head * S * D;
+    const int64_t block_size = d->num_layers * 2 * K * S * D;
 
     for (int64_t p = start, end; p <= position; p = end) {
         end = min64(p - p % S + S, position + 1);
@@ -294,7 +305,10 @@ FUNCTION void NAME(attention)(const Decoder *d, const Layer *l, const Step *step
     NAME(linear)(&qkv, B, share_of(share, num_qkv));
     barrier();
     for (int64_t i = pairs.begin; i < pairs.end; i++)
-        NAME(attend)(d, l, step, buf, layer, i / d->num_kv_heads, i % d->num_kv_heads, scores);
+        NAME(place)(d, l, step, buf, layer, i / d->num_kv_heads, i % d->num_kv_heads);
+    barrier(); /* a row may see the rows before it: one request's consecutive positions */
+    for (int64_t i = pairs.begin; i < pairs.end; i++)
+        NAME(attend)(d, step, buf, layer, i / d->num_kv_heads, i % d->num_kv_heads, scores);
     barrier();
     NAME(linear)(&out, B, share_of(share, hidden));
     barrier();
@@ -330,8 +344,10 @@ FUNCTION void NAME(decode_step)(const Decoder *d, const Step *step, const Buffer
                                 Share share) {
     const int64_t hidden_stride = row_stride(d->hidden);
     const Range rows = share_of(share, step->batch);
+    const int64_t first_wanted = step->batch - step->num_logits;
     const Linear lm_head = {.w = d->lm_head, .in = d->hidden, .ahead = AHEAD,
-                            .x = buf->normed, .x_stride = hidden_stride,
+                            .x = buf->normed + first_wanted * hidden_stride,
+                            .x_stride = hidden_stride,
                             .out = step->logits, .out_stride = d->num_vocab};
 
     for (int64_t row = rows.begin; row < rows.end; row++) {
@@ -345,7 +361,7 @@ FUNCTION void NAME(decode_step)(const Decoder *d, const Step *step, const Buffer
     }
     NAME(norm_rows)(d, d->final_norm, buf, rows);
     barrier();
-    NAME(linear)(&lm_head, step->batch, share_of(share, d->num_vocab));
+    NAME(linear)(&lm_head, step->num_logits, share_of(share, d->num_vocab));
 }
 
 #if DTYPE == FLOAT32

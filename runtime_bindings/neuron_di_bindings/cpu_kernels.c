@@ -5,6 +5,9 @@
  * vector accumulator and runs over its elements in order, whatever the batch size, the tile or
  * the number of threads. Results may differ between instruction sets.
  *
+ * Rows of one request at consecutive positions may share a step: they see each other's KV as if
+ * they had been fed one after the other.
+ *
  * Dimensions: B rows (one new token each), H query heads, K KV heads, D head dim, S token
  * positions of a block. Linear weights are row-major [out, in], as in Hugging Face checkpoints.
  * Activations and sums are float32; weights and KV share one dtype. The caller has checked all
@@ -41,10 +44,11 @@ typedef struct {
 
 typedef struct {
     int64_t batch, max_blocks, num_threads;
+    int64_t num_logits;                /* L: the last rows, whose logits are wanted */
     const int32_t *tokens, *positions; /* [B] */
     const int32_t *block_tables;       /* [B, max_blocks] */
     void *workspace;                   /* workspace_bytes() */
-    float *logits;                     /* [B, num_vocab] */
+    float *logits;                     /* [L, num_vocab] */
 } Step;
 
 /* Positions [start, start + count) of one request, in one layer. Float32 models only. */
@@ -212,7 +216,7 @@ int64_t workspace_bytes(const Decoder *decoder, const Step *step) {
     return (char *)lay_out(decoder, step, start, &buffers) - (char *)start + CACHE_LINE;
 }
 
-/* Feeds each row's token, writes its KV into the pool, and writes its logits. */
+/* Feeds each row's token, writes its KV into the pool, and writes the last rows' logits. */
 void decode_step(const Decoder *decoder, const Step *step) {
     StepFunction *const run = step_functions[decoder->isa][decoder->dtype];
     const uintptr_t start = ((uintptr_t)step->workspace + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;

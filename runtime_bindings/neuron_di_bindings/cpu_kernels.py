@@ -95,6 +95,7 @@ class _Step(ctypes.Structure):
         ("batch", ctypes.c_int64),
         ("max_blocks", ctypes.c_int64),
         ("num_threads", ctypes.c_int64),
+        ("num_logits", ctypes.c_int64),
         ("tokens", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("block_tables", ctypes.c_void_p),
@@ -218,12 +219,13 @@ class CpuDecoder:
         block_tables: NDArray[np.int32],
         logits: NDArray[np.float32],
     ) -> None:
-        """Feed each row's token: write its KV into the pool, and its logits.
+        """Feed each row's token: write its KV into the pool, and the logits of the last rows.
 
         tokens [B]; positions [B], where the token stands in its request; block_tables
-        [B, max_blocks], the request's blocks in order, padded with 0; logits [B, num_vocab],
-        written. All C-contiguous. The KV of the positions before must be in the pool. ValueError
-        when an array does not fit the model and its pool.
+        [B, max_blocks], the request's blocks in order, padded with 0; logits [L, num_vocab],
+        written, of the last L rows: often of all, perhaps of none. All C-contiguous. The KV of
+        the positions before must be in the pool, or come from rows of this step. ValueError when
+        an array does not fit the model and its pool.
         """
         shape = self._shape
         batch, max_blocks = block_tables.shape
@@ -231,12 +233,15 @@ class CpuDecoder:
             batch,
             max_blocks,
             self._num_threads,
+            len(logits),
             _address(tokens, np.int32, (batch,)),
             _address(positions, np.int32, (batch,)),
             _address(block_tables, np.int32, (batch, max_blocks)),
             0,
-            _address(logits, np.float32, (batch, shape.num_vocab)),
+            _address(logits, np.float32, (len(logits), shape.num_vocab)),
         )
+        if len(logits) > batch:
+            raise ValueError(f"{len(logits)} rows of logits for a batch of {batch}")
         _check_range("token", tokens, shape.num_vocab)
         _check_range("block id", block_tables, shape.num_blocks)
         num_positions = min(shape.num_positions, max_blocks * shape.block_size)

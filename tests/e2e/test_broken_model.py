@@ -13,7 +13,7 @@ from oracle_kit import Oracle
 from process_kit import running_fleet
 from safetensors.torch import load_file, save_file
 
-from neuron_di.errors import LocalProtocolError
+from neuron_di.errors import WorkerFailed
 from neuron_di.llm import LLM
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.wire import SamplingParams
@@ -57,7 +57,7 @@ async def test_one_process_goes_on(broken_model: BrokenModel) -> None:
     with LLM(str(broken_model.folder), threads=1, num_blocks=64) as llm:
         before = [answer.token_ids for answer in llm.generate(SOUND, sampling)]
         for prompt in ([broken_model.poison] * 40, LEADS_TO_POISON):
-            with pytest.raises(LocalProtocolError):
+            with pytest.raises(WorkerFailed):
                 llm.generate([SOUND[0], prompt, *SOUND[1:]], sampling)
             # Also on the blocks that hold NaN from before.
             for _ in range(3):

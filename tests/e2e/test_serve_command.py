@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from openai_kit import Client, eventually
+from openai_kit import Answer, Client, Refused, eventually
 from process_kit import children_of, command, run, said, session_of_many
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
@@ -57,6 +59,76 @@ async def test_children_end_with_a_launcher_that_is_killed(llama: Path) -> None:
         await eventually(all_gone)
 
 
+async def test_a_worker_that_ends_is_started_again(llama: Path) -> None:
+    """Under its name and with its options; the terminal and the log say so."""
+    async with command("serve", str(llama), "--port=0", "--threads=1") as serving:
+        url = (await said(serving, r"serving tiny-llama at (http://\S+)/v1$"))[1]
+        pids = await _pids(url)
+        os.kill(pids["decode-0"], signal.SIGKILL)
+        words = "decode-0 was ended by signal 9"
+        await said(serving, f'event=child_ended child=decode-0 reason="{words}" restart_in_s=0.2')
+        await said(serving, f"^{words}; starting it again in 0.2 s$")
+        pid = int((await said(serving, r"^decode-0 is back \(pid (\d+)\)$"))[1])
+        assert pid != pids["decode-0"]
+        async with session_of_many() as session:
+            client = Client(session, url, "tiny-llama")
+            answer = await eventually(lambda: _answer_or_none(client))
+            receipt = await client.receipt(answer.answer_id)
+        assert receipt["decode"]["worker_id"] == "decode-0"
+        assert receipt["decode"]["pid"] == pid
+        assert len(children_of(serving.pid)) == 3
+        serving.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(serving.communicate(), 60)
+        assert serving.returncode == 0
+        assert children_of(serving.pid) == []
+
+
+async def test_without_its_proxy_it_ends(llama: Path) -> None:
+    async with command("serve", str(llama), "--port=0", "--threads=1") as serving:
+        url = (await said(serving, r"serving tiny-llama at (http://\S+)/v1$"))[1]
+        os.kill((await _pids(url))["proxy"], signal.SIGKILL)
+        await said(serving, r"^proxy was ended by signal 9; stopping$")
+        await asyncio.wait_for(serving.communicate(), 60)
+        assert serving.returncode == 1
+        assert children_of(serving.pid) == []
+
+
+async def test_a_worker_that_cannot_start_any_more_ends_it(llama: Path, tmp_path: Path) -> None:
+    """Five refusals in a row, each after a longer wait."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(llama, folder)
+    async with command("serve", str(folder), "--port=0", "--threads=1") as serving:
+        url = (await said(serving, r"serving tiny at (http://\S+)/v1$"))[1]
+        (folder / "config.json").unlink()
+        os.kill((await _pids(url))["prefill-0"], signal.SIGKILL)
+        for wait_s in ("0.2", "0.4", "0.8", "1.6", "3.2"):
+            await said(serving, rf"^prefill-0.*; starting it again in {wait_s} s$")
+        await said(serving, r"^prefill-0: .*config\.json.*; stopping$")
+        await asyncio.wait_for(serving.communicate(), 60)
+        assert serving.returncode == 1
+        assert children_of(serving.pid) == []
+
+
+async def test_a_second_ctrl_c_does_not_wait_for_the_drain(llama: Path) -> None:
+    async with command("serve", str(llama), "--port=0", "--threads=1") as serving:
+        url = (await said(serving, r"serving tiny-llama at (http://\S+)/v1$"))[1]
+        prefill_pid = (await _pids(url))["prefill-0"]
+        async with session_of_many() as session:
+            client = Client(session, url, "tiny-llama")
+            params = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
+            async with client.post("def main(", **params) as response:
+                await response.content.readline()
+                os.kill(prefill_pid, signal.SIGSTOP)  # it would not end when it is asked to
+                serving.send_signal(signal.SIGINT)
+                await said(serving, "draining")
+                serving.send_signal(signal.SIGINT)
+                _, stderr = await asyncio.wait_for(serving.communicate(), 60)
+        assert serving.returncode == 130
+        assert b"Traceback" not in stderr
+        assert b"starting it again" not in stderr
+        assert children_of(serving.pid) == []
+
+
 async def test_sigint_while_it_starts(llama: Path) -> None:
     async with command("serve", str(llama), "--port=0", "--threads=1") as serving:
 
@@ -76,6 +148,20 @@ async def test_status_of_nobody() -> None:
     assert ended.code == 1
     assert ended.stderr.startswith("neuron-di: no proxy answers at http://127.0.0.1:1: ")
     assert len(ended.stderr.splitlines()) == 1
+
+
+async def _pids(url: str) -> dict[str, int]:
+    """Process ids by name, as the proxy knows them."""
+    report = json.loads((await run("status", "--url", url, "--json")).stdout)
+    pids = {each["record"]["worker_id"]: each["record"]["pid"] for each in report["workers"]}
+    return {"proxy": report["proxy"]["pid"]} | pids
+
+
+async def _answer_or_none(client: Client) -> Answer | None:
+    try:
+        return await client.ask("hello", max_tokens=9, ignore_eos=True)
+    except Refused:
+        return None
 
 
 async def _check_status(url: str, pids: list[int]) -> None:

@@ -1,6 +1,6 @@
 """Requests and steps for the tests of a backend, without an engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -45,7 +45,12 @@ def opened(
         backend.close()
 
 
-def make_request(prompt_ids: list[int], block_ids: list[int], max_tokens: int = 32) -> Request:
+def make_request(
+    prompt_ids: list[int],
+    block_ids: list[int],
+    max_tokens: int = 32,
+    given: Sequence[int] = (),
+) -> Request:
     request = Request(
         RequestId("request"),
         0,
@@ -53,6 +58,7 @@ def make_request(prompt_ids: list[int], block_ids: list[int], max_tokens: int = 
         sampling=SamplingParams(),
         max_tokens=max_tokens,
         output=cast("Any", None),  # a backend never looks at text
+        given=given,
     )
     request.block_ids = [BlockId(block_id) for block_id in block_ids]
     return request

@@ -230,6 +230,29 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(dtype, isa, sizes):
                 assert torch.equal(pool[tables[row]], alone[row][1][tables[row]])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("window", "num_threads"), [(0, 1), (0, 2), (5, 2)])
+def test_positions_of_one_request_in_one_step_equal_steps_one_by_one(isa, window, num_threads):
+    model = Model(replace(SHAPE, window=window), "bfloat16")
+    tokens, _, tables = model.batch(13)
+    batch = tokens, np.arange(2, 15, dtype=np.int32), np.tile(tables[:1, :5], (13, 1))
+    wanted = np.empty((2, SHAPE.num_vocab), np.float32)  # of the last two rows only
+    one_by_one = model.pool.clone()
+    model.decoder(isa, num_threads).step(*batch, wanted)
+    together, model.pool = model.pool, one_by_one
+    for row in range(13):
+        logits, model.pool = model.step([array[row : row + 1] for array in batch], isa=isa)
+        if row >= 11:
+            assert np.array_equal(logits[0], wanted[row - 11])
+    assert torch.equal(together, model.pool)
+
+
+def test_more_logits_than_rows_are_refused():
+    batch = (model := Model(SHAPE)).batch(2)
+    with pytest.raises(ValueError, match="3 rows of logits for a batch of 2"):
+        model.decoder().step(*batch, np.empty((3, SHAPE.num_vocab), np.float32))
+
+
 def test_wider_block_tables_change_nothing():
     model = Model(SHAPE)
     tokens, positions, tables = model.batch(3)

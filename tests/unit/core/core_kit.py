@@ -29,26 +29,38 @@ RANDOM_SCHEDULES = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-# (num_prompt, max_tokens)
-ARRIVAL = st.tuples(st.integers(1, 16), st.integers(1, 8))
+# (num_prompt, tokens to come at most, num_given)
+ARRIVAL = st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(0, 6))
 
 
-def make_request(name: object, *, num_prompt: int, max_tokens: int = 4) -> Request:
-    """A request as it is before any worker computed anything of it."""
-    return Request(
+def make_request(
+    name: object, *, num_prompt: int, max_tokens: int = 4, num_given: int = 0
+) -> Request:
+    """A request as prefill adds it: new, or continued behind the tokens that are given."""
+    return _make(name, num_prompt, max_tokens, num_given, num_prompt + num_given)
+
+
+def make_received(
+    name: object, *, num_prompt: int, max_tokens: int = 4, num_given: int = 1
+) -> Request:
+    """A request as a decode worker adds it: its newest token is known, but has no KV."""
+    return _make(name, num_prompt, max_tokens, num_given, num_prompt + num_given - 1)
+
+
+def _make(
+    name: object, num_prompt: int, max_tokens: int, num_given: int, num_prefilled: int
+) -> Request:
+    request = Request(
         RequestId(str(name)),
         0,
         prompt_ids=[7] * num_prompt,
         sampling=SamplingParams(),
         max_tokens=max_tokens,
         output=cast("Any", None),  # schedulers never look at text
+        given=[7] * num_given,
+        num_prefilled=num_prefilled,
     )
-
-
-def make_received(name: object, *, num_prompt: int, max_tokens: int = 4) -> Request:
-    """A request as a decode worker adds it: its first token is known."""
-    request = make_request(name, num_prompt=num_prompt, max_tokens=max_tokens)
-    request.generated.append(7)
+    request.generated += request.given  # as the engine does
     return request
 
 
@@ -84,15 +96,17 @@ class KvMemory:
             index, offset = divmod(position, self.block_size)
             self.cells[block_ids[index], offset] = (request, position)
 
-    def check(self, request: Request, end: int) -> None:
+    def check(self, request: Request, end: int, block_ids: list[BlockId] | None = None) -> None:
         """Fail unless positions [0, end) of the request are in its blocks, intact."""
+        blocks = request.block_ids if block_ids is None else block_ids
         for position in range(end):
             index, offset = divmod(position, self.block_size)
-            assert self.cells.get((request.block_ids[index], offset)) == (request, position)
+            assert self.cells.get((blocks[index], offset)) == (request, position)
 
     def compute(self, plan: PrefillChunk | DecodeBatch) -> None:
         """Do what a backend does: read the KV that is there, write the new positions."""
         if isinstance(plan, PrefillChunk):
+            assert plan.is_replay or plan.end <= plan.request.num_prompt
             self.check(plan.request, plan.start)
             self.write(plan.request, plan.request.block_ids, plan.start, plan.end)
         else:
@@ -102,6 +116,14 @@ class KvMemory:
                 self.check(request, fed)
                 self.write(request, request.block_ids, fed, fed + 1)
         plan.mark_computed()
+
+
+def is_whole(chunk: PrefillChunk, chunk_tokens: int) -> bool:
+    """True unless the chunk stops before it must: at its limit, the prompt's end or the end."""
+    request = chunk.request
+    is_border = chunk.end in (request.num_prompt, request.num_prefilled)
+    size = chunk.end - chunk.start
+    return 0 < size <= chunk_tokens and (is_border or size == chunk_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -129,8 +151,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Token positions a request holds blocks for."""
         return request.num_kv_at_most
 
-    def new_request(self, num_prompt: int, max_tokens: int) -> Request:
-        return make_request(len(self.requests), num_prompt=num_prompt, max_tokens=max_tokens)
+    def new_request(self, num_prompt: int, num_more: int, num_given: int) -> Request:
+        return make_request(
+            len(self.requests),
+            num_prompt=num_prompt,
+            max_tokens=num_given + num_more,
+            num_given=num_given,
+        )
+
+    def give_up(self, request: Request, is_held: bool) -> None:
+        """Cancel a request. `is_held`: a peer may use its blocks on, where there is one."""
+        self.scheduler.finish(request, "cancelled")
 
     def step(self) -> None:
         """What an engine does in one step, when all goes well."""
@@ -165,9 +196,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         return -(-self.num_reserved(request) // self.block_size)
 
     def is_head_stuck(self) -> bool:
-        """True when nobody waits, or the first has no room in the pool."""
+        """True when nobody waits, or the first finds no room in the pool when it is polled."""
         waiting = self.of(WAITING)
-        return not waiting or self.num_blocks_for(waiting[0]) > self.pool.num_free
+        num_late = sum(len(t.block_ids) for t in self.quarantine if t.is_ended)
+        return not waiting or self.num_blocks_for(waiting[0]) > self.pool.num_free + num_late
 
     @rule(arrival=ARRIVAL)
     def add(self, arrival):
@@ -194,12 +226,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.end_transfers()
 
     @precondition(lambda self: self.of(WAITING, RUNNING, TRANSFERRING))
-    @rule(index=st.integers(0, 9))
-    def cancel(self, index):
+    @rule(index=st.integers(0, 9), is_held=st.booleans())
+    def cancel(self, index, is_held):
         live = self.of(WAITING, RUNNING, TRANSFERRING)
         request = live[index % len(live)]
         self.quarantine += [t for t in self.transfers if t.request is request]
-        self.scheduler.finish(request, "cancelled")
+        self.give_up(request, is_held)
         assert request.finish_reason == "cancelled"
 
     @precondition(lambda self: self.of(FINISHED))
@@ -245,6 +277,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_late = sum(len(t.block_ids) for t in self.quarantine if t.is_ended)
         num_not_owned = self.pool.num_blocks - len(owned)
         assert num_not_owned - num_late <= self.pool.num_free <= num_not_owned
+        self.count_agrees()
+
+    def count_agrees(self):
+        def held_by(*statuses):
+            return sum(len(request.block_ids) for request in self.of(*statuses))
+
+        count = self.scheduler.count_blocks()
+        count.check()
+        assert (count.total, count.free) == (self.pool.num_blocks, self.pool.num_free)
+        assert count.running == held_by(RUNNING)
+        assert count.parked + count.receiving == held_by(TRANSFERRING)
+        in_use = sum(len(t.block_ids) for t in self.quarantine if not t.is_ended)
+        assert in_use <= count.quarantined <= sum(len(t.block_ids) for t in self.quarantine)
 
     def limits_hold(self):
         assert len(self.of(RUNNING, TRANSFERRING)) <= self.batch_size

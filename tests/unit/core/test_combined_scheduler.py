@@ -7,6 +7,7 @@ from core_kit import (
     RUNNING,
     WAITING,
     SchedulerMachine,
+    is_whole,
     make_request,
 )
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ class CombinedMachine(SchedulerMachine):
     @rule(stops=st.booleans())
     def step(self, stops=False):
         running = self.of(RUNNING)
-        prefilling = [r for r in running if r.num_computed < r.num_prompt]
+        prefilling = [r for r in running if r.num_computed < r.num_prefilled]
         may_start = len(running) < self.batch_size and not self.is_head_stuck()
         waiting = self.of(WAITING)
         plan = self.scheduler.schedule()
@@ -50,8 +51,7 @@ class CombinedMachine(SchedulerMachine):
         if prefilling or may_start:
             assert isinstance(plan, PrefillChunk)
             assert [plan.request] == expected
-            assert 0 < plan.end - plan.start <= self.chunk_tokens
-            assert plan.end - plan.start == self.chunk_tokens or plan.is_last
+            assert is_whole(plan, self.chunk_tokens)
         self.kv.compute(plan)
         if isinstance(plan, PrefillChunk) and not plan.is_last:
             return
@@ -98,6 +98,18 @@ def test_the_chunks_of_a_prompt_run_back_to_back_and_stall_decode(scheduler):
         ("b", 8, 10),
         ["a", "b"],
     ]
+
+
+def test_given_tokens_are_computed_behind_the_prompt_before_decode_goes_on(scheduler):
+    scheduler.add(make_request("a", num_prompt=6, max_tokens=9, num_given=5))
+    assert [run_step(scheduler) for _ in range(5)] == [
+        ("a", 0, 4),
+        ("a", 4, 6),
+        ("a", 6, 10),
+        ("a", 10, 11),
+        ["a"],
+    ]
+    scheduler.check_integrity()
 
 
 def test_a_full_batch_decodes_before_the_next_prompt(scheduler):

@@ -15,7 +15,7 @@ from core_kit import (
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from neuron_di.core import BlockPool, DecodeScheduler
+from neuron_di.core import BlockCount, BlockPool, DecodeScheduler
 from neuron_di.errors import LocalProtocolError, PeerGone
 
 
@@ -36,8 +36,14 @@ class DecodeMachine(SchedulerMachine):
             waiting_max=waiting_max,
         )
 
-    def new_request(self, num_prompt, max_tokens):
-        return make_received(len(self.requests), num_prompt=num_prompt, max_tokens=max_tokens + 1)
+    def new_request(self, num_prompt, num_more, num_given):
+        num_given = max(1, num_given)
+        return make_received(
+            len(self.requests),
+            num_prompt=num_prompt,
+            max_tokens=num_given + num_more,
+            num_given=num_given,
+        )
 
     def started_transfers(self):
         return [t for t in self.transfers if t.request.status is TRANSFERRING]
@@ -102,7 +108,7 @@ class DecodeMachine(SchedulerMachine):
     def end_transfer(self, index, fails=False):
         in_flight = [t for t in self.transfers if not t.is_ended]
         transfer = in_flight[index % len(in_flight)]
-        self.kv.write(transfer.request, transfer.block_ids, 0, transfer.request.num_prompt)
+        self.kv.write(transfer.request, transfer.block_ids, 0, transfer.request.num_prefilled)
         transfer.end(PeerGone("the prefill worker left") if fails else None)
 
     def end_transfers(self):
@@ -250,4 +256,37 @@ def test_only_requests_with_a_first_token_and_more_to_come_are_added():
         scheduler.add(make_request("a", num_prompt=4))
     with pytest.raises(LocalProtocolError):
         scheduler.add(make_received("b", num_prompt=4, max_tokens=1))
+    with pytest.raises(LocalProtocolError):
+        scheduler.add(make_received("c", num_prompt=4, max_tokens=3, num_given=3))
+    with pytest.raises(LocalProtocolError):  # with KV of its newest token
+        scheduler.add(make_request("d", num_prompt=4, max_tokens=4, num_given=3))
     assert scheduler.is_idle()
+
+
+def test_a_request_with_many_given_tokens_goes_on_behind_them():
+    _, scheduler = make_scheduler()
+    request = make_received("a", num_prompt=4, max_tokens=9, num_given=5)
+    scheduler.add(request)
+    scheduler.schedule()
+    assert len(request.block_ids) == 3  # of 12 positions: the last token needs none
+    start_all(scheduler)["a"].end()
+    assert scheduler.schedule().requests == (request,)
+    assert request.num_computed == 8
+
+
+def test_every_place_of_a_block_is_counted():
+    _, scheduler = make_scheduler(num_blocks=9, batch_size=2)
+    requests = [make_received(name, num_prompt=2 + 4 * i) for i, name in enumerate("abc")]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.schedule()
+    transfers = start_all(scheduler)
+    scheduler.finish(requests[1], "cancelled")
+    transfers["a"].end()
+    scheduler.schedule()
+    assert scheduler.count_blocks() == BlockCount(
+        total=9, free=0, running=2, receiving=4, quarantined=3
+    )
+    transfers["b"].end()
+    scheduler.schedule()
+    assert scheduler.count_blocks() == BlockCount(total=9, free=3, running=2, receiving=4)

@@ -19,6 +19,23 @@ def test_chunks_cover_a_prompt_without_gap_or_overlap():
         PrefillChunk.next_of(request, tokens_max=3)
 
 
+def test_chunks_never_cross_the_end_of_the_prompt():
+    """So the prompt is cut as it was cut when nothing followed it."""
+    request = make_request("a", num_prompt=7, max_tokens=9, num_given=4)
+    spans = []
+    while request.num_computed < request.num_prefilled:
+        chunk = PrefillChunk.next_of(request, tokens_max=3)
+        spans.append((chunk.start, chunk.end, chunk.is_replay, chunk.is_last))
+        chunk.mark_computed()
+    assert spans == [
+        (0, 3, False, False),
+        (3, 6, False, False),
+        (6, 7, False, False),
+        (7, 10, True, False),
+        (10, 11, True, True),
+    ]
+
+
 def test_a_chunk_is_computed_once():
     chunk = PrefillChunk.next_of(make_request("a", num_prompt=7), tokens_max=3)
     chunk.mark_computed()

@@ -8,17 +8,24 @@ from core_kit import (
     TRANSFERRING,
     WAITING,
     SchedulerMachine,
+    Transfer,
+    is_whole,
+    make_received,
     make_request,
 )
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from neuron_di.core import BlockPool, PrefillScheduler
+from neuron_di.core import BlockCount, BlockPool, PrefillScheduler
 from neuron_di.errors import LocalProtocolError
 
 
 class PrefillMachine(SchedulerMachine):
-    """Prompts run in chunks, are parked or ended by their first token, are pulled in any order."""
+    """Prompts run in chunks, are parked or ended by their first token, are pulled in any order.
+
+    A reader of a request that was given up looks at its blocks until it ends, and must find them
+    as they were.
+    """
 
     moves = {(WAITING, RUNNING), (RUNNING, TRANSFERRING)}  # noqa: RUF012
 
@@ -32,7 +39,16 @@ class PrefillMachine(SchedulerMachine):
         )
 
     def num_reserved(self, request):
-        return request.num_prompt
+        return request.num_prefilled
+
+    def give_up(self, request, is_held):
+        if not is_held:
+            self.scheduler.finish(request, "cancelled")
+            return
+        reader = Transfer(request)
+        if reader.block_ids:
+            self.quarantine.append(reader)
+        self.scheduler.finish(request, "cancelled", reader)
 
     @rule(ends_at_once=st.booleans())
     def step(self, ends_at_once=False):
@@ -41,6 +57,7 @@ class PrefillMachine(SchedulerMachine):
         waiting = self.of(WAITING)
         chunk = self.scheduler.schedule()
         self.only_legal_moves()
+        self.quarantine = [reader for reader in self.quarantine if not reader.is_ended]
         assert len(self.of(RUNNING)) <= 1
         if chunk is None:
             assert not running
@@ -53,9 +70,10 @@ class PrefillMachine(SchedulerMachine):
             assert chunk.request is waiting[0]
         request = chunk.request
         assert chunk.start == request.num_computed
-        assert 0 < chunk.end - chunk.start <= self.chunk_tokens
-        assert chunk.end - chunk.start == self.chunk_tokens or chunk.is_last
+        assert is_whole(chunk, self.chunk_tokens)
         self.kv.compute(chunk)
+        if chunk.is_last:
+            request.generated.append(7)
         if chunk.is_last and ends_at_once:
             self.scheduler.finish(request, "stop")
         elif chunk.is_last:
@@ -67,11 +85,21 @@ class PrefillMachine(SchedulerMachine):
     def release(self, index):
         parked = self.of(TRANSFERRING)
         request = parked[index % len(parked)]
-        self.kv.check(request, request.num_prompt)
+        self.kv.check(request, request.num_prefilled)
         self.scheduler.release(request)
         assert request.finish_reason is None
 
+    @precondition(lambda self: any(not reader.is_ended for reader in self.quarantine))
+    @rule(index=st.integers(0, 9))
+    def end_reader(self, index):
+        reading = [reader for reader in self.quarantine if not reader.is_ended]
+        reader = reading[index % len(reading)]
+        self.kv.check(reader.request, reader.request.num_computed, reader.block_ids)
+        reader.end()
+
     def end_transfers(self):
+        while any(not reader.is_ended for reader in self.quarantine):
+            self.end_reader(0)
         for request in self.of(TRANSFERRING):
             self.scheduler.release(request)
 
@@ -138,6 +166,71 @@ def test_a_prompt_that_ends_with_its_first_token_leaves_at_once(scheduler):
     scheduler.add(request)
     scheduler.finish(run_prompt(scheduler), "stop")
     assert request.finish_reason == "stop"
+    assert scheduler.is_idle()
+
+
+def test_given_tokens_are_computed_behind_the_prompt_and_parked_with_it(scheduler):
+    request = make_request("a", num_prompt=10, max_tokens=20, num_given=9)
+    scheduler.add(request)
+    spans = []
+    for _ in range(4):
+        chunk = scheduler.schedule()
+        spans.append((chunk.start, chunk.end, chunk.is_replay, chunk.is_last))
+        chunk.mark_computed()
+    assert spans == [
+        (0, 8, False, False),
+        (8, 10, False, False),
+        (10, 18, True, False),
+        (18, 19, True, True),
+    ]
+    assert len(request.block_ids) == 5
+    scheduler.park(request)
+
+
+def test_a_request_must_be_prefilled_whole(scheduler):
+    with pytest.raises(LocalProtocolError):
+        scheduler.add(make_received("a", num_prompt=4, num_given=2))
+    assert scheduler.is_idle()
+
+
+def test_blocks_that_a_peer_may_read_are_quarantined(scheduler):
+    requests = [make_request(name, num_prompt=12) for name in "abc"]
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(2):
+        scheduler.park(run_prompt(scheduler))
+    reader = Transfer(requests[0])
+    scheduler.finish(requests[0], "cancelled", held_by=reader)
+    assert scheduler.num_transferring == 1  # its slot is free, its blocks are not
+    assert scheduler.schedule() is None
+    assert scheduler.count_blocks() == BlockCount(
+        total=8, free=2, running=0, parked=3, quarantined=3
+    )
+    scheduler.finish(requests[1], "cancelled")
+    scheduler.finish(requests[2], "cancelled")
+    assert not scheduler.is_idle()
+    scheduler.check_integrity()
+    reader.end()
+    assert scheduler.schedule() is None
+    assert scheduler.is_idle()
+    assert scheduler.count_blocks() == BlockCount(total=8, free=8)
+
+
+def test_blocks_whose_reader_is_done_are_free_at_once(scheduler):
+    request = make_request("a", num_prompt=12)
+    scheduler.add(request)
+    scheduler.park(run_prompt(scheduler))
+    reader = Transfer(request)
+    reader.end()
+    scheduler.finish(request, "error", held_by=reader)
+    assert scheduler.is_idle()
+    assert scheduler.count_blocks().free == 8
+
+
+def test_a_waiting_request_holds_nothing_to_quarantine(scheduler):
+    request = make_request("a", num_prompt=12)
+    scheduler.add(request)
+    scheduler.finish(request, "cancelled", held_by=Transfer(request))
     assert scheduler.is_idle()
 
 

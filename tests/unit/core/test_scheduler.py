@@ -24,8 +24,14 @@ def scheduler(request):
     return request.param(BlockPool(4))
 
 
-def new(name, num_prompt):
-    return make_received(name, num_prompt=num_prompt, max_tokens=2)
+@pytest.fixture
+def new(scheduler):
+    make = make_received if isinstance(scheduler, DecodeScheduler) else make_request
+
+    def make_one(name, num_prompt):
+        return make(name, num_prompt=num_prompt, max_tokens=2)
+
+    return make_one
 
 
 def test_it_starts_idle(scheduler):
@@ -35,7 +41,7 @@ def test_it_starts_idle(scheduler):
     scheduler.check_integrity()
 
 
-def test_a_full_queue_refuses_and_a_place_opens_again(scheduler):
+def test_a_full_queue_refuses_and_a_place_opens_again(scheduler, new):
     first, second = new("a", 1), new("b", 1)
     scheduler.add(first)
     scheduler.add(second)
@@ -46,18 +52,18 @@ def test_a_full_queue_refuses_and_a_place_opens_again(scheduler):
     scheduler.add(new("d", 1))
 
 
-def test_a_request_larger_than_the_pool_is_refused_at_once(scheduler):
+def test_a_request_larger_than_the_pool_is_refused_at_once(scheduler, new):
     with pytest.raises(TooLarge):
         scheduler.add(new("a", 17))
     assert scheduler.is_idle()
 
 
-def test_a_request_without_a_prompt_is_a_bug(scheduler):
+def test_a_request_without_a_prompt_is_a_bug(scheduler, new):
     with pytest.raises(LocalProtocolError):
         scheduler.add(new("a", 0))
 
 
-def test_nobody_overtakes_the_first_that_waits_for_blocks(scheduler):
+def test_nobody_overtakes_the_first_that_waits_for_blocks(scheduler, new):
     large, larger, small = new("a", 11), new("b", 7), new("c", 1)
     scheduler.add(large)
     scheduler.schedule()
@@ -70,7 +76,7 @@ def test_nobody_overtakes_the_first_that_waits_for_blocks(scheduler):
     assert larger.status is not WAITING
 
 
-def test_a_request_is_added_once(scheduler):
+def test_a_request_is_added_once(scheduler, new):
     request = new("a", 1)
     scheduler.add(request)
     with pytest.raises(LocalProtocolError):
@@ -82,7 +88,7 @@ def test_a_request_is_added_once(scheduler):
 
 
 @pytest.mark.parametrize("is_started", [False, True])
-def test_a_request_is_finished_once(scheduler, is_started):
+def test_a_request_is_finished_once(scheduler, new, is_started):
     request = new("a", 1)
     scheduler.add(request)
     if is_started:
@@ -102,7 +108,7 @@ def test_a_request_that_was_not_added_cannot_be_finished(scheduler):
         scheduler.finish(make_request("a", num_prompt=1), "error")
 
 
-def test_check_integrity_finds_a_lost_block(scheduler):
+def test_check_integrity_finds_a_lost_block(scheduler, new):
     request = new("a", 1)
     scheduler.add(request)
     scheduler.schedule()
@@ -112,7 +118,7 @@ def test_check_integrity_finds_a_lost_block(scheduler):
         scheduler.check_integrity()
 
 
-def test_check_integrity_finds_a_request_with_too_few_blocks(scheduler):
+def test_check_integrity_finds_a_request_with_too_few_blocks(scheduler, new):
     request = new("a", 9)
     scheduler.add(request)
     scheduler.schedule()
@@ -121,7 +127,7 @@ def test_check_integrity_finds_a_request_with_too_few_blocks(scheduler):
         scheduler.check_integrity()
 
 
-def test_check_integrity_finds_a_wrong_status(scheduler):
+def test_check_integrity_finds_a_wrong_status(scheduler, new):
     request = new("a", 1)
     scheduler.add(request)
     scheduler.schedule()

@@ -13,7 +13,7 @@ from neuron_di.core import (
     PrefillScheduler,
     Scheduler,
 )
-from neuron_di.engine import Engine, EngineEvent
+from neuron_di.engine import Emitted, Engine, EngineEvent, Key
 from neuron_di.models import ModelSpec
 from neuron_di.request import OutputText, Request, Tokenizer
 from neuron_di.transfer import TransferToken
@@ -84,6 +84,8 @@ class Rig:
         name: str,
         prompt_ids: Sequence[int] = range(100, 111),
         attempt: int = 0,
+        given: Sequence[int] = (),
+        num_prefilled: int | None = None,
         **fields: Any,
     ) -> Request:
         sampling = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **fields})
@@ -94,24 +96,35 @@ class Rig:
             prompt_ids=list(prompt_ids),
             sampling=sampling,
             max_tokens=sampling.max_tokens,
-            output=OutputText(self.tokenizer, stop=(), skip_special_tokens=True, min_tokens=0),
+            output=OutputText(
+                self.tokenizer,
+                stop=tuple(sampling.stop),
+                skip_special_tokens=True,
+                min_tokens=sampling.min_tokens,
+            ),
+            given=given,
+            num_prefilled=num_prefilled,
         )
 
-    def received(self, name: str, first_token: int = 5, **fields: Any) -> Request:
-        """As a decode worker submits it."""
-        request = self.request(name, **fields)
-        request.generated.append(first_token)
-        request.output.push(first_token)
-        return request
+    def received(
+        self,
+        name: str,
+        *given: int,
+        prompt_ids: Sequence[int] = range(100, 111),
+        **fields: Any,
+    ) -> Request:
+        """As a decode worker submits it: by default with token 5 as its first."""
+        ids = given or (5,)
+        num_prefilled = len(prompt_ids) + len(ids) - 1
+        return self.request(name, prompt_ids, given=ids, num_prefilled=num_prefilled, **fields)
 
     def turn(self, times: int = 1) -> list[EngineEvent]:
         """What the engine's thread does, once or more often. The events of these turns."""
         before = len(self.events)
         for _ in range(times):
             self.engine.wake()
-            self.engine._turn()
-            self.events += self.engine._events
-            self.engine._events = []
+            self.engine.turn(block=False)
+            self.engine.blocks.check()
             self.scheduler.check_integrity()
         return self.events[before:]
 
@@ -142,3 +155,19 @@ def _scheduler(role: str, blocks: BlockPool, batch_size: int, chunk: int) -> Sch
     if role == "decode":
         return DecodeScheduler(blocks, batch_size=batch_size, **LIMITS)
     return CombinedScheduler(blocks, batch_size=batch_size, chunk_tokens=chunk, **LIMITS)
+
+
+def key(name: str, attempt: int = 0) -> Key:
+    return RequestId(name), attempt
+
+
+def of(events: Sequence[EngineEvent], name: str) -> list[EngineEvent]:
+    return [event for event in events if event.key == key(name)]
+
+
+def indices(events: Sequence[EngineEvent]) -> list[int]:
+    return [event.token.index for event in events if isinstance(event, Emitted)]
+
+
+def token_ids(events: Sequence[EngineEvent]) -> list[int]:
+    return [event.token.token_id for event in events if isinstance(event, Emitted)]

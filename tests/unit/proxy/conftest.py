@@ -1,11 +1,16 @@
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
-from running_proxy import RunningProxy
+from launch_run import Run
+from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import ScriptedWorker, play_decode, play_prefill
 
+from neuron_di.config import LimitOptions
 from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.route import Pair
+from neuron_di_proxy.worker_client import WorkerClient
 
 
 class Cluster:
@@ -29,7 +34,7 @@ async def cluster(stack: AsyncExitStack) -> Cluster:
     prefill = await stack.enter_async_context(ScriptedWorker("p1", "prefill"))
     decode = await stack.enter_async_context(ScriptedWorker("d1", "decode"))
     proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(drain_timeout_s=2), [prefill.record, decode.record])
+        RunningProxy(ProxyConfig(limits=AT_ONCE), [prefill.record, decode.record])
     )
     return Cluster(prefill, decode, proxy)
 
@@ -40,3 +45,29 @@ async def playing(cluster: Cluster) -> Cluster:
     cluster.prefill.script = play_prefill
     cluster.decode.script = play_decode(5)
     return cluster
+
+
+@pytest.fixture
+async def client(stack: AsyncExitStack) -> WorkerClient:
+    return await stack.enter_async_context(WorkerClient(LimitOptions()))
+
+
+@pytest.fixture
+async def prefill(stack: AsyncExitStack) -> ScriptedWorker:
+    return await stack.enter_async_context(ScriptedWorker("p1", "prefill"))
+
+
+@pytest.fixture
+async def decode(stack: AsyncExitStack) -> ScriptedWorker:
+    return await stack.enter_async_context(ScriptedWorker("d1", "decode"))
+
+
+@pytest.fixture
+async def run(
+    client: WorkerClient, prefill: ScriptedWorker, decode: ScriptedWorker
+) -> AsyncIterator[Run]:
+    """A first attempt over both."""
+    run = Run(client, Pair(prefill.record, decode.record))
+    yield run
+    run.task.cancel()
+    await asyncio.gather(run.task, return_exceptions=True)

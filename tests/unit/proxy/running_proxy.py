@@ -1,16 +1,22 @@
 """The proxy as its clients meet it: served by hypercorn on a free port."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Self
 
 import aiohttp
 import openai
 
+from neuron_di.config import LimitOptions
 from neuron_di.wire import WorkerRecord
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.server import bind, serve
+
+# A single attempt, and no waiting for workers: each failure shows.
+AT_ONCE = LimitOptions(
+    retries_max=0, continuations_max=0, queue_timeout_s=0, drain_timeout_s=2, probe_interval_s=0.05
+)
 
 
 class ListDirectory:
@@ -58,6 +64,14 @@ class RunningProxy:
     async def num_running(self) -> int:
         """Requests that hold a place at this moment."""
         return (await self.get("/status"))[1]["proxy"]["num_running"]
+
+
+async def until(is_so: Callable[[], Awaitable[bool]], tries: int = 3000) -> None:
+    """Ask again and again, each time over HTTP, until it is so. Fails when it never is."""
+    for _ in range(tries):
+        if await is_so():
+            return
+    raise AssertionError("it never was so")
 
 
 async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:

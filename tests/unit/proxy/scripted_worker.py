@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Self
 
+import msgspec
 from aiohttp import web
 
 from neuron_di.types import Incarnation, Role, WorkerId
@@ -24,6 +25,7 @@ from neuron_di.wire import (
     encode_json,
     prefill_leg_decoder,
 )
+from neuron_di_proxy.self_test import ID_PREFIX
 
 MODEL = "tiny"
 WORDS = ["Once", " upon", " a", " time", ",", " there", " was", " a", " fox", "."]
@@ -58,6 +60,18 @@ class SeenLeg:
         await self.send(*events)
         self.ended.set()
 
+    @property
+    def first_index(self) -> int:
+        """The index of the first token that a prefill or whole leg owes."""
+        message = self.message
+        if isinstance(message, DecodeLeg):
+            return message.num_emitted
+        return len(message.emitted)
+
+    @property
+    def is_self_test(self) -> bool:
+        return self.message.request_id.startswith(ID_PREFIX)
+
     def hang_up(self) -> None:
         assert self._request.transport is not None
         self._request.transport.abort()
@@ -72,7 +86,11 @@ Script = Callable[[SeenLeg], Awaitable[None]]
 
 
 class ScriptedWorker:
-    """Runs `script` for each leg; without one, hands legs to the test through `next_leg`."""
+    """Runs `script` for each leg; without one, hands legs to the test through `next_leg`.
+
+    Self tests are played by `self_test`, and kept from the test. While `is_frozen` it accepts
+    connections and says nothing of how it is.
+    """
 
     def __init__(self, worker_id: str, role: Role, script: Script | None = None) -> None:
         self.worker_id = WorkerId(worker_id)
@@ -80,7 +98,12 @@ class ScriptedWorker:
         self.script = script
         self.legs: list[SeenLeg] = []
         self._unseen: asyncio.Queue[SeenLeg] = asyncio.Queue()
-        self._released = asyncio.Event()
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self.self_test: Script = play_prefill if role == "prefill" else play_decode(2)
+        self.self_tests: list[SeenLeg] = []
+        self.num_asked = 0
+        self.says: dict[str, object] = {}  # of its status, other than usual
         self.record: WorkerRecord
 
     async def __aenter__(self) -> Self:
@@ -100,6 +123,17 @@ class ScriptedWorker:
     async def stop(self) -> None:
         await self._runner.cleanup()
 
+    def freeze(self) -> None:
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        self._thawed.set()
+
+    def restart(self) -> None:
+        """Another process answers at the same address from now on."""
+        life = Incarnation(f"{self.record.incarnation}+")
+        self.record = msgspec.structs.replace(self.record, incarnation=life)
+
     async def next_leg(self) -> SeenLeg:
         return await self._unseen.get()
 
@@ -108,6 +142,10 @@ class ScriptedWorker:
         is_decode = request.match_info["kind"] == "decode"
         decoder = decode_leg_decoder if is_decode else prefill_leg_decoder
         leg = SeenLeg(request, decoder.decode(body))
+        if leg.is_self_test:
+            self.self_tests.append(leg)
+            await self.self_test(leg)
+            return leg.response
         self.legs.append(leg)
         self._unseen.put_nowait(leg)
         try:
@@ -121,6 +159,8 @@ class ScriptedWorker:
         return leg.response
 
     async def _status(self, request: web.Request) -> web.Response:
+        self.num_asked += 1
+        await self._thawed.wait()
         status = WorkerStatus(
             record=self.record,
             num_blocks=64,
@@ -130,6 +170,7 @@ class ScriptedWorker:
             num_transferring=0,
             num_steps=7,
         )
+        status = msgspec.structs.replace(status, **self.says)
         return web.Response(body=encode_json(status))
 
 
@@ -192,15 +233,15 @@ def released(worker_id: str = "p1") -> Released:
 
 
 async def play_prefill(leg: SeenLeg) -> None:
-    """Token 0, then the KV is handed over."""
-    await leg.send(token(0), parked(), released())
+    """The first token that is due, then the KV is handed over."""
+    await leg.send(token(leg.first_index), parked(), released())
 
 
 def play_decode(num_generated: int) -> Script:
-    """Tokens 1 to `num_generated` - 1, one event at a time."""
+    """What remains of `num_generated` tokens, one event at a time."""
 
     async def script(leg: SeenLeg) -> None:
-        for index in range(1, num_generated):
+        for index in range(leg.first_index + 1, num_generated):
             await leg.send(token(index))
         await leg.send(finished(num_generated))
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
-from running_proxy import RunningProxy, read_events
+from running_proxy import AT_ONCE, RunningProxy, read_events
 from scripted_worker import finished, parked, play_prefill, token
 
 from neuron_di_proxy.config import ProxyConfig
@@ -128,9 +129,8 @@ async def test_a_wrong_content_type_is_no_matter(playing, content_type):
 
 
 async def test_a_body_beyond_the_limit(cluster, stack):
-    proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(body_bytes_max=1000), cluster.proxy.directory.records)
-    )
+    config = ProxyConfig(body_bytes_max=1000, limits=AT_ONCE)
+    proxy = await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
 
     async def drip():
         for _ in range(100):
@@ -171,9 +171,8 @@ async def test_a_bug_of_ours_tells_the_client_nothing_of_itself(playing, caplog)
 
 
 async def test_more_requests_than_the_limit_are_refused_and_places_come_back(cluster, stack):
-    proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(requests_max=1), cluster.proxy.directory.records)
-    )
+    config = ProxyConfig(limits=replace(AT_ONCE, requests_max=1))
+    proxy = await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
     opening = asyncio.create_task(proxy.http.post("/v1/completions", json=STREAM))
     prefill_leg, decode_leg = await cluster.prefill.next_leg(), await cluster.decode.next_leg()
     async with proxy.http.post("/v1/completions", json=STREAM) as response:
@@ -192,7 +191,7 @@ async def test_more_requests_than_the_limit_are_refused_and_places_come_back(clu
 
 async def test_a_hundred_clients_that_leave_free_every_place(cluster, stack):
     proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(), cluster.proxy.directory.records)
+        RunningProxy(ProxyConfig(limits=AT_ONCE), cluster.proxy.directory.records)
     )
     clients = [
         asyncio.create_task(proxy.http.post("/v1/completions", json=STREAM)) for _ in range(100)
@@ -208,7 +207,7 @@ async def test_a_hundred_clients_that_leave_free_every_place(cluster, stack):
         pass
 
 
-async def test_a_client_that_never_reads_loses_its_place_at_the_deadline(cluster, stack):
+async def test_a_client_that_never_reads_loses_its_place(cluster, stack):
     async def flood(leg):
         index = 0
         while True:
@@ -216,9 +215,8 @@ async def test_a_client_that_never_reads_loses_its_place_at_the_deadline(cluster
             await leg.send(token(index, "x" * 100_000))
 
     cluster.prefill.script, cluster.decode.script = play_prefill, flood
-    proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(request_timeout_s=0.5), cluster.proxy.directory.records)
-    )
+    config = ProxyConfig(limits=replace(AT_ONCE, send_timeout_s=0.5))
+    proxy = await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
     _, writer = await asyncio.open_connection(*proxy.address, limit=1)
     stack.callback(writer.close)
     body = json.dumps(STREAM).encode()

@@ -1,12 +1,11 @@
 """Two legs become one sequence of tokens, in whatever order their events arrive."""
 
 import asyncio
-from contextlib import aclosing
 
 import msgspec
 import pytest
+from launch_run import REQUEST, Run, waiting_for_legs
 from scripted_worker import (
-    MODEL,
     ScriptedWorker,
     finished,
     parked,
@@ -17,74 +16,9 @@ from scripted_worker import (
 )
 
 from neuron_di.errors import KvMissing, PeerError, PeerGone, RemoteProtocolError
-from neuron_di.types import RequestId, WorkerId
 from neuron_di.wire import Failed, Finished
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.launch import run_request
-from neuron_di_proxy.openai_request import read_completion
-from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.route import Pair, Whole
-from neuron_di_proxy.worker_client import WorkerClient
-
-REQUEST = read_completion(b'{"model": "tiny", "prompt": "hi", "max_tokens": 5}')
-
-
-class Run:
-    """One request over two scripted workers. `ended` holds how its generation ended."""
-
-    def __init__(self, client, route):
-        self.record = RequestRecord(
-            request_id=RequestId("r1"),
-            attempt=0,
-            model=MODEL,
-            prefill_worker=WorkerId("p1"),
-            decode_worker=WorkerId("d1"),
-        )
-        self.events = asyncio.Queue()
-        self._generation = run_request(client, route, REQUEST, self.record)
-        self.task = asyncio.create_task(self._collect())
-
-    async def _collect(self):
-        async with aclosing(self._generation) as generation:
-            async for event in generation:
-                self.events.put_nowait(event)
-
-    def seen(self):
-        return [self.events.get_nowait() for _ in range(self.events.qsize())]
-
-    async def outcome(self):
-        """All events so far, once the generation has ended. Raises what it raised."""
-        await self.task
-        return self.seen()
-
-
-def waiting_for_legs():
-    """The tasks that wait for a leg's next event."""
-    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Leg.next"]
-
-
-@pytest.fixture
-async def client(stack):
-    return await stack.enter_async_context(WorkerClient(ProxyConfig()))
-
-
-@pytest.fixture
-async def prefill(stack):
-    return await stack.enter_async_context(ScriptedWorker("p1", "prefill"))
-
-
-@pytest.fixture
-async def decode(stack):
-    return await stack.enter_async_context(ScriptedWorker("d1", "decode"))
-
-
-@pytest.fixture
-async def run(client, prefill, decode):
-    run = Run(client, Pair(prefill.record, decode.record))
-    yield run
-    run.task.cancel()
-    await asyncio.gather(run.task, return_exceptions=True)
 
 
 async def test_both_legs_start_before_either_answers(run, prefill, decode):
@@ -123,9 +57,9 @@ async def test_the_receipts_of_both_legs_are_kept(run, prefill, decode):
     assert await run.events.get() == token(1)
     await prefill_leg.finish(released())  # its word comes last, and is waited for
     assert await run.outcome() == [finished(2)]
-    assert run.record.prefill == released().receipt
-    assert run.record.decode == finished(2).receipt
-    assert run.record.num_tokens == 2
+    assert run.attempt.prefill == released().receipt
+    assert run.attempt.decode == finished(2).receipt
+    assert run.attempt.num_tokens == 2
 
 
 async def test_a_complete_answer_does_not_wait_for_ever_for_prefills_receipt(run, prefill, decode):
@@ -133,7 +67,7 @@ async def test_a_complete_answer_does_not_wait_for_ever_for_prefills_receipt(run
     await prefill_leg.send(token(0), parked())
     await decode_leg.finish(token(1), finished(2))
     assert (await run.outcome())[-1] == finished(2)
-    assert run.record.prefill is None
+    assert run.attempt.prefill is None
     await prefill_leg.closed.wait()
 
 
@@ -201,7 +135,7 @@ async def test_decode_that_has_spoken_goes_on_without_prefill(run, prefill, deco
     prefill_leg.hang_up()
     await decode_leg.finish(token(2), finished(3))
     assert await run.outcome() == [token(2), finished(3)]
-    assert run.record.prefill is None
+    assert run.attempt.prefill is None
 
 
 async def test_a_failure_of_decode_between_tokens_stops_prefill(run, prefill, decode):
@@ -233,7 +167,6 @@ async def test_a_token_that_is_not_due_is_never_given(client, prefill, decode, i
     [
         [token(1)],
         [parked()],
-        [finished(1)],
         [released()],
         [token(0), token(1)],
         [token(0), released()],
@@ -301,8 +234,8 @@ async def test_one_worker_can_do_it_all(client, stack):
     run = Run(client, Whole(both.record))
     assert await run.outcome() == [*(token(index) for index in range(4)), finished(4, "b1")]
     assert (
-        run.record.prefill
-        == run.record.decode
+        run.attempt.prefill
+        == run.attempt.decode
         == receipt("b1", "decode", kv_bytes=4096, transfer_s=0.25)
     )
 

@@ -1,24 +1,38 @@
+import msgspec
 import pytest
-from scripted_worker import finished, receipt
+from scripted_worker import finished, make_record, receipt, token
 
-from neuron_di.types import RequestId, WorkerId
-from neuron_di_proxy.receipts import ReceiptStore, RequestRecord
+from neuron_di.clock import Deadline
+from neuron_di.types import RequestId
+from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.openai_request import read_completion
+from neuron_di_proxy.receipts import Continued, ReceiptStore, RequestRecord
+from neuron_di_proxy.route import Pair
+
+REQUEST = read_completion(b'{"model": "tiny", "prompt": "hi", "max_tokens": 5}')
 
 
-def record(request_id="r1"):
-    return RequestRecord(
-        request_id=RequestId(request_id),
-        attempt=0,
-        model="tiny",
-        prefill_worker=WorkerId("p1"),
-        decode_worker=WorkerId("d1"),
-        accepted_s=10.0,
+def attempt(number=0, *, emitted=(), **changes):
+    route = Pair(make_record("p1", "prefill", **changes), make_record("d1", "decode", numerics="a"))
+    return Attempt(
+        request_id=RequestId("r1"),
+        number=number,
+        request=REQUEST,
+        route=route,
+        emitted=emitted,
+        deadline=Deadline(60.0),
     )
+
+
+def record(request_id="r1", *attempts):
+    running = RequestRecord(request_id=RequestId(request_id), model="tiny", accepted_s=10.0)
+    running.attempts.extend(attempts)
+    return running
 
 
 def test_latencies_are_the_clients():
     running = record()
-    running.first_token_s, running.last_token_s, running.num_tokens = 10.5, 11.5, 5
+    running.first_token_s, running.last_token_s, running.emitted = 10.5, 11.5, [1, 2, 3, 4, 5]
     sealed = running.seal("length")
     assert sealed.ttft_s == 0.5
     assert sealed.itl_mean_s == 0.25
@@ -28,18 +42,71 @@ def test_a_request_without_tokens_has_no_latencies():
     sealed = record().seal("error")
     assert (sealed.ttft_s, sealed.itl_mean_s, sealed.num_generated) == (None, None, 0)
     one = record()
-    one.count_token()
+    one.count_token(token(0))
     assert one.seal("cancelled").itl_mean_s is None
 
 
+def test_a_request_that_found_no_worker_has_none():
+    sealed = record().seal("error")
+    assert (sealed.attempt, sealed.prefill_worker, sealed.decode_worker) == (None, None, None)
+    assert sealed.attempts == []
+
+
 def test_a_transfer_that_both_ends_report_is_counted_once():
-    running = record()
-    running.prefill = receipt("p1", "prefill", kv_bytes=100, transfer_s=0.1)
-    running.decode = receipt("d1", "decode", kv_bytes=100, transfer_s=0.2)
+    tried = attempt()
+    tried.prefill = receipt("p1", "prefill", kv_bytes=100, transfer_s=0.1, verify_s=0.25)
+    tried.decode = receipt("d1", "decode", kv_bytes=100, transfer_s=0.2, verify_s=0.5, link="shm")
+    running = record("r1", tried)
     running.finished = finished(3)
     sealed = running.seal("length")
-    assert (sealed.kv_bytes, sealed.transfer_s) == (100, 0.2)
+    assert (sealed.kv_bytes, sealed.transfer_s, sealed.link) == (100, 0.2, "shm")
+    assert sealed.verify_s == 0.75  # made at one end, compared at the other
     assert (sealed.num_prompt, sealed.num_generated) == (5, 3)
+    assert (sealed.continued, sealed.grade) == (0, None)
+
+
+def test_every_attempt_is_on_the_receipt():
+    failed, last = attempt(numerics="a"), attempt(1, emitted=(100, 101))
+    failed.num_tokens, failed.code, failed.blamed = 2, "peer_gone", failed.route.decode
+    last.num_tokens = 1
+    sealed = record("r1", failed, last).seal("length")
+    assert [msgspec.structs.asdict(each) for each in sealed.attempts] == [
+        {
+            "attempt": 0,
+            "prefill_worker": "p1",
+            "decode_worker": "d1",
+            "first_index": 0,
+            "num_tokens": 2,
+            "code": "peer_gone",
+            "blamed": "d1",
+        },
+        {
+            "attempt": 1,
+            "prefill_worker": "p1",
+            "decode_worker": "d1",
+            "first_index": 2,
+            "num_tokens": 1,
+            "code": None,
+            "blamed": None,
+        },
+    ]
+    assert (sealed.attempt, sealed.continued) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "grade"),
+    [(("a", "a"), "exact"), (("b", "a"), "recomputed"), ((None, None), "recomputed")],
+)
+def test_a_continued_answer_is_exact_if_all_workers_round_alike(workers, grade):
+    first, second = workers
+    tries = [attempt(numerics=first), attempt(1, emitted=(1,), numerics=second)]
+    for each in (tries, tries[::-1]):
+        running = record("r1", *each)
+        assert running.continued() == Continued(continued=1, grade=grade)
+
+
+def test_a_retry_is_no_continuation():
+    assert record("r1", attempt(), attempt(1)).continued() is None
 
 
 @pytest.mark.parametrize("answer_id", ["r1", "cmpl-r1", "chatcmpl-r1"])

@@ -3,6 +3,7 @@ from scripted_worker import make_record
 
 from neuron_di.errors import CapacityError
 from neuron_di_proxy.route import ModelNotFound, Pair, Router, Whole
+from neuron_di_proxy.workers import process_of
 
 
 class FixedDirectory:
@@ -11,6 +12,28 @@ class FixedDirectory:
 
     def workers(self):
         return tuple(self.records)
+
+
+class Unfit:
+    """Says of each worker that it is fit, but of those named in `reasons`."""
+
+    def __init__(self, **reasons):
+        self.reasons = reasons
+
+    def why_not(self, record):
+        return self.reasons.get(record.worker_id, "")
+
+
+class BadPairs:
+    def __init__(self, *pairs):
+        self.pairs = pairs
+
+    def has_failed(self, prefill, decode):
+        return (prefill.worker_id, decode.worker_id) in self.pairs
+
+
+def router_over(*records, pairs=None, **reasons):
+    return Router(FixedDirectory(*records), Unfit(**reasons), pairs)
 
 
 def pick_ids(router, times):
@@ -23,7 +46,7 @@ def test_round_robin_over_2p3d_as_in_the_seed():
         *(make_record(f"p{i}", "prefill") for i in (1, 2)),
         *(make_record(f"d{i}", "decode") for i in (1, 2, 3)),
     )
-    prefills, decodes = pick_ids(Router(directory), 6)
+    prefills, decodes = pick_ids(Router(directory, Unfit()), 6)
     assert prefills == ["p1", "p2", "p1", "p2", "p1", "p2"]
     assert decodes == ["d1", "d2", "d3", "d1", "d2", "d3"]
 
@@ -32,7 +55,7 @@ def test_a_worker_that_joins_gets_the_next_request():
     directory = FixedDirectory(
         make_record("p1", "prefill"), make_record("d1", "decode"), make_record("d2", "decode")
     )
-    router = Router(directory)
+    router = Router(directory, Unfit())
     pick_ids(router, 4)
     directory.records += (make_record("d3", "decode"),)
     assert pick_ids(router, 4)[1] == ["d3", "d1", "d2", "d3"]
@@ -40,7 +63,7 @@ def test_a_worker_that_joins_gets_the_next_request():
 
 def test_workers_that_come_and_go_are_forgotten():
     directory = FixedDirectory()
-    router = Router(directory)
+    router = Router(directory, Unfit())
     for life in range(100):
         directory.records = (make_record("p1", "prefill"), make_record(f"d{life}", "decode"))
         router.pick("tiny")
@@ -54,7 +77,7 @@ def test_only_ready_workers_are_picked(state):
         make_record("d1", "decode", state=state),
         make_record("d2", "decode"),
     )
-    assert pick_ids(Router(directory), 2)[1] == ["d2", "d2"]
+    assert pick_ids(Router(directory, Unfit()), 2)[1] == ["d2", "d2"]
 
 
 @pytest.mark.parametrize("field", ["model_digest", "layout_digest"])
@@ -66,7 +89,7 @@ def test_a_pair_agrees_on_weights_and_layout(field):
         make_record("d1", "decode"),
         make_record("d2", "decode", **{field: "other"}),
     )
-    prefills, decodes = pick_ids(Router(directory), 4)
+    prefills, decodes = pick_ids(Router(directory, Unfit()), 4)
     assert list(zip(prefills, decodes, strict=True)) == [("p1", "d1"), ("p2", "d2")] * 2
 
 
@@ -75,13 +98,13 @@ def test_each_group_of_agreeing_workers_is_used_evenly():
         *(make_record(f"p{g}", "prefill", model_digest=g) for g in "ab"),
         *(make_record(f"d{g}{i}", "decode", model_digest=g) for g in "ab" for i in (1, 2)),
     )
-    assert sorted(set(pick_ids(Router(directory), 4)[1])) == ["da1", "da2", "db1", "db2"]
+    assert sorted(set(pick_ids(Router(directory, Unfit()), 4)[1])) == ["da1", "da2", "db1", "db2"]
 
 
 def test_a_worker_of_both_roles_serves_when_there_is_no_pair():
     both = make_record("b1", "both")
     directory = FixedDirectory(make_record("p1", "prefill"), both)
-    router = Router(directory)
+    router = Router(directory, Unfit())
     assert router.pick("tiny") == Whole(both)
     decode = make_record("d1", "decode")
     directory.records += (decode,)
@@ -97,29 +120,89 @@ def test_a_worker_of_both_roles_serves_when_there_is_no_pair():
         ((make_record("d1", "decode"),), "no prefill worker is ready"),
         (
             (make_record("p1", "prefill"), make_record("d1", "decode", layout_digest="x")),
-            "agree on its weights and KV layout",
+            "agree on weights and KV layout",
         ),
     ],
 )
 def test_what_is_missing_is_said(records, text):
-    router = Router(FixedDirectory(*records))
+    router = router_over(*records)
     with pytest.raises(CapacityError, match=text):
         router.pick("tiny")
     assert router.why_unserved() is not None
 
 
 def test_a_model_that_no_worker_has_does_not_exist():
-    router = Router(FixedDirectory(make_record("p1", "prefill"), make_record("d1", "decode")))
+    router = router_over(make_record("p1", "prefill"), make_record("d1", "decode"))
     with pytest.raises(ModelNotFound):
         router.pick("large")
 
 
 def test_models_are_named_once():
-    router = Router(
-        FixedDirectory(
-            make_record("p1", "prefill"),
-            make_record("d1", "decode"),
-            make_record("b1", "both", model="large"),
-        )
+    router = router_over(
+        make_record("p1", "prefill"),
+        make_record("d1", "decode"),
+        make_record("b1", "both", model="large"),
     )
     assert router.models() == ["large", "tiny"]
+
+
+def two_by_two():
+    return [
+        *(make_record(name, "prefill") for name in ("p1", "p2")),
+        *(make_record(name, "decode") for name in ("d1", "d2")),
+    ]
+
+
+def test_a_worker_that_is_not_fit_gets_nothing():
+    router = router_over(*two_by_two(), p1="p1 is down", d2="d2 is frozen")
+    assert pick_ids(router, 3) == (["p2"] * 3, ["d1"] * 3)
+
+
+def test_why_nothing_can_be_served_names_the_workers_that_are_not_fit():
+    router = router_over(*two_by_two(), d1="worker d1 is gone", d2="worker d2 is silent")
+    with pytest.raises(CapacityError, match=r"no decode worker .*d1 is gone; worker d2 is silent"):
+        router.pick("tiny")
+    assert "d1 is gone" in router.why_unserved()
+
+
+def test_what_is_to_be_avoided_is_taken_when_there_is_nothing_else():
+    p1, p2, d1, d2 = two_by_two()
+    router = router_over(p1, p2, d1, d2)
+    for _ in range(3):
+        assert router.pick("tiny", {process_of(p1), process_of(d1)}) == Pair(p2, d2)
+    assert router.pick("tiny", {process_of(p1), process_of(p2), process_of(d1)}).decode == d2
+    only = router_over(p1, d1)
+    assert only.pick("tiny", {process_of(p1), process_of(d1)}) == Pair(p1, d1)
+
+
+def test_another_process_of_an_avoided_worker_is_welcome():
+    p1, _, d1, d2 = two_by_two()
+    avoid = {process_of(d1), process_of(d2)}
+    reborn = make_record("d1", "decode", incarnation="another")
+    router = router_over(p1, reborn, d2)
+    assert router.pick("tiny", avoid).decode == router.pick("tiny", avoid).decode == reborn
+
+
+def test_a_pair_that_failed_its_test_is_used_only_when_none_works():
+    p1, p2, d1, d2 = two_by_two()
+    bad = BadPairs(("p1", "d1"), ("p2", "d2"))
+    prefills, decodes = pick_ids(router_over(p1, p2, d1, d2, pairs=bad), 4)
+    assert list(zip(prefills, decodes, strict=True)) == [("p1", "d2"), ("p2", "d1")] * 2
+    bad = BadPairs(("p1", "d1"), ("p1", "d2"))
+    assert pick_ids(router_over(p1, p2, d1, d2, pairs=bad), 2)[0] == ["p2", "p2"]
+    bad = BadPairs(("p1", "d1"))
+    assert router_over(p1, d1, pairs=bad).pick("tiny") == Pair(p1, d1)
+    both = make_record("b1", "both")
+    assert router_over(p1, d1, both, pairs=bad).pick("tiny") == Whole(both)
+
+
+def test_an_answer_goes_on_with_the_weights_it_began_with():
+    records = [
+        make_record(f"{role[0]}{digest}", role, model_digest=digest)
+        for role in ("prefill", "decode")
+        for digest in ("old", "new")
+    ]
+    router = router_over(*records)
+    assert {router.pick("tiny", model_digest="old").prefill.worker_id for _ in range(3)} == {"pold"}
+    with pytest.raises(CapacityError, match="weights"):
+        router.pick("tiny", model_digest="lost")

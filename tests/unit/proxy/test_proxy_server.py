@@ -2,10 +2,11 @@ import asyncio
 import contextlib
 import json
 import socket
+from dataclasses import replace
 
 import aiohttp
 import pytest
-from running_proxy import RunningProxy
+from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, parked, released, token
 
 from neuron_di.errors import ConfigError
@@ -54,9 +55,8 @@ async def test_draining_lets_running_requests_end_and_takes_no_new_ones(cluster)
 
 
 async def test_a_request_that_outlives_the_drain_is_told_so(cluster, stack):
-    proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(drain_timeout_s=0.05), cluster.proxy.directory.records)
-    )
+    config = ProxyConfig(limits=replace(AT_ONCE, drain_timeout_s=0.05))
+    proxy = await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
     opening = asyncio.create_task(proxy.http.post("/v1/completions", json=STREAM))
     prefill_leg, decode_leg = await cluster.prefill.next_leg(), await cluster.decode.next_leg()
     await prefill_leg.send(token(0), parked())

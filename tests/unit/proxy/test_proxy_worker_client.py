@@ -11,10 +11,10 @@ from scripted_worker import (
     token,
 )
 
+from neuron_di.config import LimitOptions
 from neuron_di.errors import CapacityError, PeerGone, PeerTimeout, RemoteProtocolError
 from neuron_di.types import RequestId
 from neuron_di.wire import DecodeLeg, Failed, SamplingParams, encode_json
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.failure import LegFailed
 from neuron_di_proxy.worker_client import WorkerClient
 
@@ -23,6 +23,7 @@ MESSAGE = DecodeLeg(
     attempt=0,
     sampling=SamplingParams(),
     prefill=make_record("p1", "prefill").peer_address(),
+    timeout_s=60.0,
 )
 
 
@@ -33,7 +34,7 @@ async def worker(stack):
 
 @pytest.fixture
 async def client(stack):
-    return await stack.enter_async_context(WorkerClient(ProxyConfig()))
+    return await stack.enter_async_context(WorkerClient(LimitOptions()))
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ async def test_a_worker_that_is_not_there(client, worker):
 
 
 async def test_a_worker_that_is_silent(worker, open_leg):
-    async with WorkerClient(ProxyConfig(idle_timeout_s=0.05)) as client:
+    async with WorkerClient(LimitOptions(idle_timeout_s=0.05)) as client:
         leg, first, seen = await open_leg(client, worker)
         with pytest.raises(PeerTimeout):
             await first
@@ -207,7 +208,7 @@ async def test_a_leg_that_goes_on_for_ever(worker):
             await asyncio.sleep(0.01)
 
     worker.script = never_end
-    async with WorkerClient(ProxyConfig(request_timeout_s=0.1)) as client:
+    async with WorkerClient(LimitOptions(request_timeout_s=0.1)) as client:
         leg = client.open_leg(worker.record, "decode", MESSAGE)
 
         async def read_all():

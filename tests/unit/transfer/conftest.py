@@ -8,9 +8,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-pytest.register_assert_rewrite("transfer_kit")
+pytest.register_assert_rewrite("transfer_kit", "signal_words")
 
-from transfer_kit import Decode, Prefill  # noqa: E402
+from transfer_kit import BareDecode, Decode, Prefill, until  # noqa: E402
+
+from neuron_di.types import RequestId  # noqa: E402
+from neuron_di.wire import Done, Welcome  # noqa: E402
 
 
 class Cluster:
@@ -34,3 +37,32 @@ class Cluster:
 async def cluster() -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         yield Cluster(stack)
+
+
+@pytest.fixture
+async def served(cluster: Cluster) -> AsyncIterator[Prefill]:
+    """A prefill worker that at the end of the test still serves who behaves."""
+    prefill = cluster.prefill()
+    yield prefill
+    honest = RequestId("honest")
+    prefill.park(honest, (8, 9))
+    decode = cluster.decode(worker_id="honest")
+    token = await decode.hand_over(prefill, [0, 1], honest)
+    assert token.error() is None
+    assert (decode.pool.tensor()[0] == 8.0).all()
+    await until(lambda: prefill.ended and prefill.ended[-1][0] == (honest, 0))
+    assert isinstance(prefill.ended[-1][1], Done)
+
+
+@pytest.fixture
+async def peer_of_served(served: Prefill) -> AsyncIterator[BareDecode]:
+    with BareDecode(served) as peer:
+        assert isinstance(await peer.shake_hands(), Welcome)
+        yield peer
+
+
+@pytest.fixture
+async def other_of_served(served: Prefill) -> AsyncIterator[BareDecode]:
+    with BareDecode(served) as peer:
+        assert isinstance(await peer.shake_hands(), Welcome)
+        yield peer

@@ -116,7 +116,7 @@ async def test_a_static_decode_worker_goes_to_its_one_partner_only(cluster):
 
 
 async def test_nobody_at_the_address(cluster):
-    prefill, decode = cluster.prefill(), cluster.decode(connect_timeout_s=0.2)
+    prefill, decode = cluster.prefill(), cluster.decode(peer_connect_timeout_s=0.2)
     address = prefill.address
     await prefill.close()
     buffer = decode.connector.maybe_setup_buffer(address)
@@ -146,10 +146,8 @@ async def test_peers_come_and_go_and_nothing_piles_up(cluster):
 
 
 async def test_a_silent_decode_worker_is_forgotten_by_prefill(cluster, monkeypatch):
-    monkeypatch.setattr("neuron_di.transfer.send_buffer.PEER_SILENCE_S", 0.5)
     monkeypatch.setattr("neuron_di.transfer.send_buffer.SWEEP_INTERVAL_S", 0.05)
-    monkeypatch.setattr("neuron_di.transfer.recv_buffer.PING_INTERVAL_S", 0.05)
-    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill, decode = cluster.prefill(peer_silence_s=0.5), cluster.decode(heartbeat_s=0.05)
     guest = Decode("guest")
     await guest.buffer(prefill).connect()
     await decode.buffer(prefill).connect()

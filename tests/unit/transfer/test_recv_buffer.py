@@ -4,99 +4,34 @@ import asyncio
 
 import msgspec
 import pytest
-import zmq
-from transfer_kit import WAIT_S, Prefill, R, end_of, new_incarnation, until
+from transfer_kit import WAIT_S, BarePrefill, Prefill, R, end_of, new_incarnation, until
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import (
+    DeadlinePassed,
     KvChanged,
     KvMissing,
     LocalProtocolError,
     NeuronDiError,
     PeerGone,
-    PeerTimeout,
     RemoteProtocolError,
     StaleIncarnation,
 )
-from neuron_di.types import BlockId, RequestId, WorkerId
+from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import (
     Abort,
     Done,
     Handshake,
+    Hold,
     KvMap,
     KvMapInit,
     LookupAll,
     NotYet,
-    PeerAddress,
     Ping,
     Pong,
     Pull,
-    Welcome,
     encode_msgpack,
-    from_decode_decoder,
 )
-
-
-class BarePrefill:
-    """A prefill worker's socket in the hands of a test: it shakes hands, then says what it may."""
-
-    def __init__(self, region) -> None:
-        self.incarnation = region.incarnation
-        self._region = region
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.address = PeerAddress(
-            worker_id=WorkerId("bare"),
-            incarnation=self.incarnation,
-            signal_host="127.0.0.1",
-            signal_port=port,
-        )
-        self.heard = []
-        self._identity = b""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._socket.close()
-        self._context.term()
-
-    def send_raw(self, *frames):
-        self._socket.send_multipart([self._identity, *frames])
-
-    def send(self, message):
-        self.send_raw(encode_msgpack(message))
-
-    async def hear(self, kind):
-        """Wait for a message of this kind; the handshake is answered on the way."""
-        found = []
-
-        def has_come():
-            try:
-                self._identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            message = from_decode_decoder.decode(frame)
-            self.heard.append(message)
-            if isinstance(message, Handshake):
-                self.send(
-                    Welcome(
-                        status="ok",
-                        timestamp=0.0,
-                        worker_id=WorkerId("bare"),
-                        incarnation=self.incarnation,
-                    )
-                )
-            elif isinstance(message, KvMapInit):
-                self.send(KvMap(region=self._region))
-            if isinstance(message, kind):
-                found.append(message)
-            return found
-
-        await until(has_come)
-        return found[0]
 
 
 @pytest.fixture
@@ -118,7 +53,8 @@ def bare(prefill):
 
 def look_up(decode, address, request_id=R, timeout_s=WAIT_S):
     buffer = decode.connector.maybe_setup_buffer(address)
-    return asyncio.create_task(buffer.lookup(request_id, 0, Deadline.after(timeout_s)))
+    waiting = buffer.lookup(request_id, 0, Deadline.after(timeout_s), decode.on_lost)
+    return asyncio.create_task(waiting)
 
 
 async def test_a_hand_over(prefill, decode):
@@ -131,9 +67,11 @@ async def test_a_hand_over(prefill, decode):
     await until(lambda: prefill.ended)
     ((key, done),) = prefill.ended
     assert key == (R, 0)
+    assert prefill.held_by == [None]
     assert done.kv_bytes == token.kv_bytes > 0
     assert done.transfer_s == token.transfer_s
-    assert decode.buffer(prefill)._pulling == decode.buffer(prefill)._waiting == {}
+    assert decode.buffer(prefill)._entries == {}
+    assert decode.lost == []
 
 
 async def test_lookup_waits_for_a_prefill_that_comes_later(prefill, decode):
@@ -157,7 +95,7 @@ async def test_no_pull_before_ready_and_no_transfer_before_pull(bare, prefill, d
     buffer.pull(ready, [BlockId(0), BlockId(1)])
     await bare.hear(Done)
     kinds = [type(message) for message in bare.heard if not isinstance(message, Ping)]
-    assert kinds == [Handshake, KvMapInit, LookupAll, Pull, Done]
+    assert kinds == [Handshake, KvMapInit, LookupAll, Hold, Pull, Done]
 
 
 async def test_prefill_says_never(prefill, decode):
@@ -172,10 +110,20 @@ async def test_prefill_says_never(prefill, decode):
 
 
 async def test_the_deadline_of_a_lookup(prefill, decode):
-    with pytest.raises(PeerTimeout, match="not ready"):
+    """The request's own time is over: that is no fault of the prefill worker's."""
+    with pytest.raises(DeadlinePassed, match="not ready"):
         await look_up(decode, prefill.address, timeout_s=0.1)
-    await until(lambda: prefill.buffer.lookup_dict[R, 0].asker is None)
+    await until(lambda: prefill.buffer.lookup_dict == {})
     assert not decode.buffer(prefill).is_broken
+    assert decode.buffer(prefill)._entries == {}
+    with pytest.raises(KvMissing, match="stopped waiting"):  # nobody would pull it
+        prefill.buffer.expect(R, 0)
+
+
+async def test_the_deadline_of_a_lookup_holds_while_it_connects(decode, bare):
+    with pytest.raises(DeadlinePassed):  # nobody answers the handshake
+        await look_up(decode, bare.address, timeout_s=0.05)
+    assert not decode.connector.maybe_setup_buffer(bare.address).is_broken
 
 
 async def test_a_cancelled_lookup_frees_what_was_parked_for_it(prefill, decode):
@@ -188,7 +136,7 @@ async def test_a_cancelled_lookup_frees_what_was_parked_for_it(prefill, decode):
         await waiting
     await until(lambda: prefill.ended)
     assert isinstance(prefill.ended[0][1], KvMissing)
-    assert decode.buffer(prefill)._waiting == {}
+    assert decode.buffer(prefill)._entries == {}
 
 
 async def test_one_waiter_that_goes_does_not_cancel_the_others(prefill, decode):
@@ -226,9 +174,9 @@ async def test_kv_given_up_before_the_pull_is_kv_changed(prefill, decode):
         {"block_ids": [3, 16]},
         {"block_ids": [3, -1]},
         {"block_ids": [3, 2**40]},
-        {"block_ids": [3]},
-        {"generations": [0]},
         {"generations": [0, 1]},
+        {"digests": [0, 0]},
+        {"block_ids": [4, 3], "generations": [0, 0]},
     ],
     ids=str,
 )
@@ -274,6 +222,7 @@ async def test_a_peer_that_speaks_nonsense_is_given_up(bare, decode, frames):
     with pytest.raises(RemoteProtocolError):
         await waiting
     assert decode.connector.connections() == []
+    assert decode.counters.num_signals_refused == 1
 
 
 @pytest.mark.parametrize(
@@ -296,9 +245,8 @@ async def test_a_pool_that_cannot_be_mapped(prefill, decode, fields, error):
     assert decode.transfer._peers == {}
 
 
-async def test_a_peer_that_falls_silent_fails_who_waits(cluster, bare, monkeypatch):
-    monkeypatch.setattr("neuron_di.transfer.recv_buffer.PING_INTERVAL_S", 0.02)
-    decode = cluster.decode(silence_timeout_s=0.2)
+async def test_a_peer_that_falls_silent_fails_who_waits(cluster, bare):
+    decode = cluster.decode(peer_silence_s=0.2, heartbeat_s=0.02)
     waiting = look_up(decode, bare.address)
     await bare.hear(LookupAll)
     with pytest.raises(PeerGone, match="said nothing"):
@@ -306,13 +254,11 @@ async def test_a_peer_that_falls_silent_fails_who_waits(cluster, bare, monkeypat
     assert decode.transfer._peers == {}
 
 
-async def test_after_silence_the_next_request_makes_a_link_that_works(
-    cluster, prefill, monkeypatch
-):
+async def test_after_silence_the_next_request_makes_a_link_that_works(cluster, prefill):
     decode = cluster.decode()
     broken = decode.buffer(prefill)
     await broken.connect()
-    broken._break(PeerGone("said nothing"))
+    broken._link.break_off(PeerGone("said nothing"))
     ready = prefill.park()
     assert await decode.lookup(prefill) == ready
     token = await end_of(decode.buffer(prefill).pull(ready, [BlockId(0), BlockId(1)]))
@@ -320,12 +266,11 @@ async def test_after_silence_the_next_request_makes_a_link_that_works(
     assert decode.buffer(prefill) is not broken
 
 
-async def test_a_live_peer_is_never_called_silent(cluster, prefill, monkeypatch):
-    monkeypatch.setattr("neuron_di.transfer.recv_buffer.PING_INTERVAL_S", 0.02)
-    decode = cluster.decode(silence_timeout_s=1.0)
+async def test_a_live_peer_is_never_called_silent(cluster, prefill):
+    decode = cluster.decode(peer_silence_s=1.0, heartbeat_s=0.02)
     buffer = decode.buffer(prefill)
     await buffer.connect()
-    await until(lambda: buffer._num_pings > 100)
+    await until(lambda: buffer._link._num_pings > 100)
     assert not buffer.is_broken
 
 
@@ -340,7 +285,7 @@ async def test_close_ends_every_waiter_with_peer_gone(prefill, decode):
     token = buffer.pull(prefill.ready(), [BlockId(0), BlockId(1)])
     assert isinstance(token.error(), PeerGone)
     with pytest.raises(PeerGone):
-        await buffer.lookup(R, 0, Deadline.after(WAIT_S))
+        await buffer.lookup(R, 0, Deadline.after(WAIT_S), decode.on_lost)
 
 
 async def test_two_workers_of_one_address_do_not_take_each_other(cluster):

@@ -7,15 +7,19 @@ from typing import Any, Self
 
 import zmq
 
+from neuron_di import clock
 from neuron_di.clock import Deadline, now_s
+from neuron_di.config import HandOverOptions
 from neuron_di.errors import NeuronDiError
-from neuron_di.kv import KvLayout, KvPool
+from neuron_di.kv import KvIdentity, KvLayout, KvPool, block_digests
 from neuron_di.transfer import (
     ConnectorOptions,
+    HandOverCounters,
     LocalWorker,
     NeuronConnector,
     RecvBuffer,
     ShmEngine,
+    TransferEngine,
     TransferToken,
 )
 from neuron_di.types import BlockId, Incarnation, RequestId, WorkerId
@@ -23,10 +27,17 @@ from neuron_di.wire import (
     SIGNAL_VERSION,
     Done,
     Handshake,
+    KvMap,
+    KvMapInit,
     LookupAll,
     PeerAddress,
+    Ping,
+    Pong,
     Ready,
+    Region,
+    Welcome,
     encode_msgpack,
+    from_decode_decoder,
     from_prefill_decoder,
 )
 
@@ -34,6 +45,9 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype=
 NUM_BLOCKS = 16
 WAIT_S = 20.0
 R = RequestId("request-1")
+CONNECTOR_OPTIONS = ("static_peer", "signal_port")
+# Limits for tests that let time pass.
+QUICK = {"heartbeat_s": 0.02, "peer_silence_s": 0.4}
 
 
 def new_incarnation() -> Incarnation:
@@ -53,6 +67,33 @@ async def end_of(token: TransferToken) -> TransferToken:
     return token
 
 
+class LeapClock:
+    """Real time, and the seconds that a test leaps ahead."""
+
+    def __init__(self) -> None:
+        self._real = clock._clock
+        self._ahead_s = 0.0
+
+    def leap(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+    def monotonic_s(self) -> float:
+        return self._real.monotonic_s() + self._ahead_s
+
+    def unix_s(self) -> float:
+        return self._real.unix_s()
+
+    def sleep_s(self, duration_s: float) -> None:
+        self._real.sleep_s(duration_s)
+
+
+async def swept(prefill: "Prefill") -> None:
+    """Come back when everything that is overdue now has been dealt with."""
+    for _ in range(2):
+        before = prefill.buffer._sweeper
+        await until(lambda before=before: prefill.buffer._sweeper is not before)
+
+
 class _Side:
     def __init__(
         self,
@@ -61,6 +102,7 @@ class _Side:
         model_digest: str = "model",
         layout_digest: str = LAYOUT.digest(),
         incarnation: Incarnation | None = None,
+        make_transfer: Callable[[KvPool], TransferEngine] = ShmEngine,
         **options: Any,
     ) -> None:
         self.local = LocalWorker(
@@ -70,9 +112,20 @@ class _Side:
             layout_digest=layout_digest,
         )
         self.pool = KvPool.create(LAYOUT, NUM_BLOCKS, self.local.incarnation)
-        self.transfer = ShmEngine(self.pool)
-        self.connector = NeuronConnector(self.local, self.transfer, ConnectorOptions(**options))
+        self.transfer = make_transfer(self.pool)
+        connector = {key: options.pop(key) for key in CONNECTOR_OPTIONS if key in options}
+        self.connector = NeuronConnector(
+            self.local,
+            self.transfer,
+            self.pool,
+            ConnectorOptions(limits=HandOverOptions(**options), **connector),
+            block_bytes=LAYOUT.block_bytes,
+        )
         self._is_closed = False
+
+    @property
+    def counters(self) -> HandOverCounters:
+        return self.connector.counters
 
     async def close(self) -> None:
         if not self._is_closed:
@@ -88,12 +141,20 @@ class Prefill(_Side):
     def __init__(self, worker_id: str = "prefill-0", **options: Any) -> None:
         super().__init__(worker_id, **options)
         self.ended: list[tuple[tuple[RequestId, int], Done | NeuronDiError]] = []
-        self.buffer = self.connector.open_send_buffer(
-            lambda key, outcome: self.ended.append((key, outcome))
-        )
+        self.held_by: list[TransferToken | None] = []  # beside `ended`
+        self.buffer = self.connector.open_send_buffer(self._on_end)
         tensor = self.pool.tensor()
         for block_id in range(NUM_BLOCKS):
             tensor[block_id] = block_id
+
+    def _on_end(
+        self,
+        key: tuple[RequestId, int],
+        outcome: Done | NeuronDiError,
+        held_by: TransferToken | None,
+    ) -> None:
+        self.ended.append((key, outcome))
+        self.held_by.append(held_by)
 
     @property
     def address(self) -> PeerAddress:
@@ -104,22 +165,39 @@ class Prefill(_Side):
             signal_port=self.buffer.port,
         )
 
+    def identity(self, request_id: RequestId = R, attempt: int = 0) -> KvIdentity:
+        return KvIdentity(
+            worker_id=self.local.worker_id,
+            incarnation=self.local.incarnation,
+            request_id=request_id,
+            attempt=attempt,
+            layout_digest=self.local.layout_digest,
+        )
+
     def ready(
         self, request_id: RequestId = R, block_ids: tuple[int, ...] = (3, 4), attempt: int = 0
     ) -> Ready:
         return Ready(
             request_id=request_id,
             attempt=attempt,
+            worker_id=self.local.worker_id,
+            incarnation=self.local.incarnation,
+            layout_digest=self.local.layout_digest,
             prompt_ids=[5] * (4 * len(block_ids)),
-            first_token=9,
+            generated=[9],
             block_ids=list(block_ids),
             generations=self.pool.generations(map(BlockId, block_ids)),
+            digests=block_digests(
+                self.pool, [BlockId(n) for n in block_ids], self.identity(request_id, attempt)
+            ),
             num_tokens=4 * len(block_ids),
         )
 
-    def park(self, request_id: RequestId = R, block_ids: tuple[int, ...] = (3, 4)) -> Ready:
-        ready = self.ready(request_id, block_ids)
-        self.buffer.expect(request_id, 0)
+    def park(
+        self, request_id: RequestId = R, block_ids: tuple[int, ...] = (3, 4), attempt: int = 0
+    ) -> Ready:
+        ready = self.ready(request_id, block_ids, attempt)
+        self.buffer.expect(request_id, attempt)
         self.buffer.park(ready)
         return ready
 
@@ -127,13 +205,25 @@ class Prefill(_Side):
 class Decode(_Side):
     def __init__(self, worker_id: str = "decode-0", **options: Any) -> None:
         super().__init__(worker_id, **options)
+        self.lost: list[tuple[tuple[RequestId, int], NeuronDiError]] = []
         self.pool.tensor().fill_(-1.0)
 
     def buffer(self, prefill: Prefill) -> RecvBuffer:
         return self.connector.maybe_setup_buffer(prefill.address)
 
-    async def lookup(self, prefill: Prefill, request_id: RequestId = R) -> Ready:
-        return await self.buffer(prefill).lookup(request_id, 0, Deadline.after(WAIT_S))
+    async def lookup(
+        self,
+        prefill: Prefill,
+        request_id: RequestId = R,
+        attempt: int = 0,
+        timeout_s: float = WAIT_S,
+    ) -> Ready:
+        return await self.buffer(prefill).lookup(
+            request_id, attempt, Deadline.after(timeout_s), self.on_lost
+        )
+
+    def on_lost(self, key: tuple[RequestId, int], error: NeuronDiError) -> None:
+        self.lost.append((key, error))
 
     async def hand_over(
         self, prefill: Prefill, block_ids: list[int], request_id: RequestId = R
@@ -141,6 +231,68 @@ class Decode(_Side):
         ready = await self.lookup(prefill, request_id)
         pulled = self.buffer(prefill).pull(ready, [BlockId(n) for n in block_ids])
         return await end_of(pulled)
+
+
+class BarePrefill:
+    """A prefill worker's socket in the hands of a test: it shakes hands, then says what it may."""
+
+    def __init__(self, region: Region) -> None:
+        self.incarnation = region.incarnation
+        self._region = region
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = PeerAddress(
+            worker_id=WorkerId("prefill-0"),
+            incarnation=self.incarnation,
+            signal_host="127.0.0.1",
+            signal_port=port,
+        )
+        self.heard: list[Any] = []
+        self._identity = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def send_raw(self, *frames: bytes) -> None:
+        self._socket.send_multipart([self._identity, *frames])
+
+    def send(self, message: Any) -> None:
+        self.send_raw(encode_msgpack(message))
+
+    async def hear(self, kind: type) -> Any:
+        """Wait for a message of this kind; the handshake is answered on the way."""
+        found: list[Any] = []
+
+        def has_come() -> object:
+            try:
+                self._identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            message = from_decode_decoder.decode(frame)
+            self.heard.append(message)
+            if isinstance(message, Handshake):
+                self.send(
+                    Welcome(
+                        status="ok",
+                        timestamp=0.0,
+                        worker_id=WorkerId("prefill-0"),
+                        incarnation=self.incarnation,
+                    )
+                )
+            elif isinstance(message, KvMapInit):
+                self.send(KvMap(region=self._region))
+            if isinstance(message, kind):
+                found.append(message)
+            return found
+
+        await until(has_come)
+        return found[0]
 
 
 class BareDecode:
@@ -151,9 +303,10 @@ class BareDecode:
         self.incarnation = new_incarnation()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, identity or self.incarnation.encode())
+        self._socket.setsockopt(zmq.IDENTITY, identity or f"{self.incarnation}.1".encode())
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"tcp://127.0.0.1:{prefill.buffer.port}")
+        self._num_pings = 1000
 
     def __enter__(self) -> Self:
         return self
@@ -199,5 +352,18 @@ class BareDecode:
         }
         return await self.ask(Handshake(**handshake))
 
-    async def lookup(self, request_id: RequestId = R) -> Any:
-        return await self.ask(LookupAll(request_id=request_id, attempt=0))
+    async def lookup(self, request_id: RequestId = R, attempt: int = 0) -> Any:
+        return await self.ask(LookupAll(request_id=request_id, attempt=attempt))
+
+    async def answers(self, *messages: Any) -> list[Any]:
+        """Say these, and hear all that is said until everything has been answered."""
+        self._num_pings += 1
+        for message in (*messages, Ping(sequence=self._num_pings)):
+            self.send(message)
+        heard: list[Any] = []
+        while (answer := await self.receive()) != Pong(sequence=self._num_pings):
+            heard.append(answer)
+        return heard
+
+    def hears_nothing(self) -> bool:
+        return not self._socket.poll(0)

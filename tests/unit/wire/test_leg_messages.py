@@ -40,6 +40,7 @@ EVENTS = [
     Finished(reason="stop", num_prompt=9, num_generated=2, receipt=RECEIPT, stop=7),
     Finished(reason="length", num_prompt=9, num_generated=2, receipt=RECEIPT),
     Failed(code="c", message="m", http_status=502, retryable=True, param="prompt"),
+    Failed(code="c", message="m", http_status=502, retryable=True, fault="peer"),
 ]
 PREFILL_LEG = PrefillLeg(
     request_id=RequestId("r"),
@@ -47,6 +48,8 @@ PREFILL_LEG = PrefillLeg(
     endpoint="chat",
     prompt=msgspec.Raw(b'[{"role":"user","content":"hi \\ud83d\\ude00"}]'),
     sampling=SamplingParams(stop=("a",), stop_token_ids=(3,), logprobs=2, max_tokens=None),
+    timeout_s=12.5,
+    emitted=(7, 9),
 )
 DECODE_LEG = DecodeLeg(
     request_id=RequestId("r"),
@@ -58,6 +61,8 @@ DECODE_LEG = DecodeLeg(
         signal_host="::1",
         signal_port=5000,
     ),
+    timeout_s=12.5,
+    num_emitted=2,
 )
 RECORD = WorkerRecord(
     protocol_version=1,
@@ -102,6 +107,40 @@ def test_a_prefill_leg_comes_back_with_the_clients_own_bytes():
     back = prefill_leg_decoder.decode(encode_json(PREFILL_LEG))
     assert bytes(back.prompt) == bytes(PREFILL_LEG.prompt)
     assert msgspec.structs.replace(back, prompt=PREFILL_LEG.prompt) == PREFILL_LEG
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"timeout_s": 0},
+        {"timeout_s": -1.0},
+        {"timeout_s": 86_401},
+        {"timeout_s": None},
+        {"attempt": -1},
+        {"attempt": 1001},
+        {"request_id": ""},
+        {"request_id": "r" * 129},
+        {"emitted": ["7"]},
+        {"num_emitted": 0.5},
+    ],
+    ids=str,
+)
+def test_a_leg_out_of_bounds_is_refused(fields):
+    for decoder, leg in ((prefill_leg_decoder, PREFILL_LEG), (decode_leg_decoder, DECODE_LEG)):
+        (name,) = fields
+        body = msgspec.json.decode(encode_json(leg))
+        if name in ("emitted", "num_emitted") and name not in body:
+            continue
+        with pytest.raises(RemoteProtocolError, match=name):
+            decoder.decode(msgspec.json.encode(body | fields))
+
+
+def test_a_leg_without_a_deadline_is_refused():
+    for decoder, leg in ((prefill_leg_decoder, PREFILL_LEG), (decode_leg_decoder, DECODE_LEG)):
+        body = msgspec.json.decode(encode_json(leg))
+        del body["timeout_s"]
+        with pytest.raises(RemoteProtocolError, match="timeout_s"):
+            decoder.decode(msgspec.json.encode(body))
 
 
 @pytest.mark.parametrize(

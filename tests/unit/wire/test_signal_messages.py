@@ -44,10 +44,14 @@ REGION = ShmRegion(
 READY = Ready(
     request_id=R,
     attempt=2,
+    worker_id=WorkerId("p"),
+    incarnation=Incarnation("i"),
+    layout_digest="l",
     prompt_ids=[11, 22],
-    first_token=33,
+    generated=[33],
     block_ids=[4],
     generations=[2**63],
+    digests=[2**64 - 1],
     num_tokens=2,
 )
 ABORT = Abort(request_id=R, attempt=0, reason="why")
@@ -114,6 +118,8 @@ def test_a_message_of_the_other_direction_is_refused():
         {"type": "pull", "request_id": "r", "attempt": 0, "block_ids": ["1"]},
         {"type": "lookup_all", "request_id": "", "attempt": 0},
         {"type": "lookup_all", "request_id": "r" * 129, "attempt": 0},
+        {"type": "lookup_all", "request_id": "r", "attempt": -1},
+        {"type": "lookup_all", "request_id": "r", "attempt": 1001},
         {"type": "abort", "request_id": "r", "attempt": 0, "reason": "long" * 1000},
         {"type": "done", "request_id": "r", "attempt": 0, "kv_bytes": -1, "transfer_s": 0.0},
         {"type": "done", "request_id": "r", "attempt": 0, "kv_bytes": 1, "transfer_s": math.nan},
@@ -154,6 +160,7 @@ def test_ready_of_a_million_tokens_is_within_the_limit():
         prompt_ids=[200_000] * num_tokens,
         block_ids=[100_000] * (num_tokens // 16),
         generations=[2**20] * (num_tokens // 16),
+        digests=[2**64 - 1] * (num_tokens // 16),
     )
     assert from_prefill_decoder.decode(encode_msgpack(ready)) == ready
 

@@ -285,7 +285,7 @@ async def test_decode_checks_the_sampling_of_its_leg_itself(prefill, decode):
 
 
 async def test_a_prefill_worker_that_is_not_there(workers, prefill):
-    decode = workers.start("decode", connect_timeout_s=0.2)
+    decode = workers.start("decode", peer_connect_timeout_s=0.2)
     leg = decode_leg("r", prefill)
     address = msgspec.structs.replace(leg.prefill, signal_port=1)
     with pytest.raises(PeerTimeout):
@@ -299,8 +299,15 @@ async def test_a_prefill_worker_that_is_not_there(workers, prefill):
         {"prompt_ids": [1] * 39},
         {"prompt_ids": [-1] * 40},
         {"prompt_ids": [1 << 40] * 40},
-        {"first_token": -1},
-        {"first_token": 2048},
+        {"generated": []},
+        {"generated": [1, 2]},
+        {"generated": [-1]},
+        {"generated": [2048]},
+        {"worker_id": "prefill-1"},
+        {"incarnation": "another"},
+        {"layout_digest": "another"},
+        {"digests": []},
+        {"digests": [0] * 10},
         {"num_tokens": 39},
         {"num_tokens": -40},
         {"block_ids": []},
@@ -310,7 +317,13 @@ async def test_a_prefill_worker_that_is_not_there(workers, prefill):
         {"block_ids": [1 << 62] * 10},
         {"generations": []},
         {"generations": [9] * 10},
-        {"prompt_ids": [1] * 4000, "num_tokens": 4000, "block_ids": [0] * 1000},
+        {
+            "prompt_ids": [1] * 4000,
+            "num_tokens": 4000,
+            "block_ids": [0] * 1000,
+            "generations": [0] * 1000,
+            "digests": [0] * 1000,
+        },
     ],
     ids=str,
 )

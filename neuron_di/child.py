@@ -1,0 +1,182 @@
+"""One child process of `neuron-di serve`: started, heard until it is ready, started again."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+
+from neuron_di.clock import Deadline, now_s
+from neuron_di.errors import ConfigError, NeuronDiError, PeerGone, PeerTimeout
+from neuron_di.obs import LaunchReport, get_logger, heard
+
+_log = get_logger(__name__)
+
+BACKOFF_S_MIN = 0.2
+BACKOFF_S_MAX = 10.0
+LONG_LIFE_S = 60.0  # who lived so long starts again without having to wait for earlier ends
+STARTS_REFUSED_MAX = 5
+
+OnReport = Callable[[str, LaunchReport], None]  # the child's name and what it said
+Tell = Callable[[str], None]  # a line for whoever sits at the terminal
+
+
+class Backoff:
+    """How long to wait before the next start: doubling, until a life was long."""
+
+    def __init__(self, min_s: float = BACKOFF_S_MIN, max_s: float = BACKOFF_S_MAX) -> None:
+        self._min_s = min_s
+        self._max_s = max_s
+        self._next_s = min_s
+
+    def after(self, lived_s: float) -> float:
+        """Seconds to wait after a life of `lived_s` seconds; 0 for one that never was ready."""
+        if lived_s >= LONG_LIFE_S:
+            self._next_s = self._min_s
+        wait_s, self._next_s = self._next_s, min(2 * self._next_s, self._max_s)
+        return wait_s
+
+
+class Child:
+    """A process under one name, by whatever pid. Whoever made it ends it with `end`.
+
+    `command` is asked for the arguments, the program first, at each start. The child sits in a
+    session of its own, so Ctrl-C does not reach it.
+    """
+
+    def __init__(
+        self, name: str, command: Callable[[], Sequence[str]], *, backoff: Backoff | None = None
+    ) -> None:
+        self.name = name
+        self.is_ready = False
+        self._command = command
+        self._backoff = backoff or Backoff()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """None while there is no process."""
+        if self._process is None or self._process.returncode is not None:
+            return None
+        return self._process.pid
+
+    async def start(self, deadline: Deadline, on_report: OnReport) -> LaunchReport:
+        """Start the process and follow its reports until it is ready.
+
+        ConfigError when it says that it cannot start, PeerGone or PeerTimeout when it ends or
+        is late without a word. It was killed then: `gone` waits for that.
+        """
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._command(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                report = await self._heard_ready(process, on_report)
+        except TimeoutError:
+            self.kill()
+            raise PeerTimeout(f"{self.name} was not ready in time") from None
+        except BaseException:
+            self.kill()
+            raise
+        self.is_ready = True
+        return report
+
+    async def life(self) -> str:
+        """Wait for its end. Returns what to say about it."""
+        assert self._process is not None
+        code = await self._process.wait()
+        self.is_ready = False
+        if code >= 0:
+            return f"{self.name} ended by itself with code {code}"
+        return f"{self.name} was ended by signal {-code}"
+
+    async def keep_up(self, start_timeout_s: float, tell: Tell) -> str:
+        """Start the process again whenever it ends. Returns why, when it refuses to start."""
+        assert self._process is not None
+        words, lived_s, num_refused = await self.life(), 0.0, 0
+        while True:
+            wait_s = self._backoff.after(lived_s)
+            _log.warning("child_ended", child=self.name, reason=words, restart_in_s=wait_s)
+            tell(f"{words}; starting it again in {wait_s:g} s")
+            await asyncio.sleep(wait_s)
+            lived_s = 0.0
+            try:
+                await self.start(Deadline.after(start_timeout_s), lambda _name, _report: None)
+            except NeuronDiError as error:
+                await self.gone()
+                words = error.message
+                num_refused += isinstance(error, ConfigError)
+                if num_refused == STARTS_REFUSED_MAX:
+                    return words
+                continue
+            num_refused = 0
+            _log.info("child_restarted", child=self.name, pid=self.pid)
+            tell(f"{self.name} is back (pid {self.pid})")
+            since_s = now_s()
+            words = await self.life()
+            lived_s = now_s() - since_s
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self._signal(signal.SIGKILL)
+
+    async def gone(self) -> None:
+        """Wait until nothing of it is left."""
+        if self._process is not None:
+            await self._process.wait()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def _heard_ready(
+        self, process: asyncio.subprocess.Process, on_report: OnReport
+    ) -> LaunchReport:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            report = heard(line)
+            if report is None:
+                continue
+            on_report(self.name, report)
+            if report.event == "failed":
+                raise ConfigError(f"{self.name}: {report.message}")
+            if report.event == "ready":
+                self._reader = asyncio.create_task(_discard(process.stdout))
+                return report
+        code = await process.wait()
+        raise PeerGone(f"{self.name} ended with code {code} before it was ready")
+
+
+async def end(children: Sequence[Child], timeout_s: float) -> None:
+    """Ask children to end, wait, then end those that did not. Nothing of them is left."""
+    running = [child for child in children if child.pid is not None]
+    for child in running:
+        child.terminate()
+    if running:
+        await _wait_all([child.gone() for child in running], timeout_s)
+        for child in running:
+            child.kill()
+    await asyncio.gather(*(child.gone() for child in children))
+
+
+async def _wait_all(waits: Sequence[Awaitable[None]], timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*waits)
+
+
+async def _discard(stream: asyncio.StreamReader) -> None:
+    """Read on, so that a child that prints never blocks on a full pipe."""
+    while await stream.read(65536):
+        pass

@@ -1,0 +1,147 @@
+"""Every deadline and every bound on what one process waits for or keeps for another.
+
+One table: an operator sets them as flags, variables or TOML keys like any option. Each wait on
+a peer ends by one of them.
+"""
+
+from dataclasses import dataclass
+
+from neuron_di.config.option import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """Limits on requests, as the proxy keeps them."""
+
+    requests_max: int = option(
+        "requests served at once; one more is answered 503",
+        default=1024,
+        at_least=1,
+        at_most=1 << 20,
+    )
+    request_timeout_s: float = option(
+        "seconds until an unfinished request is ended", default=600.0, at_least=1, at_most=86_400
+    )
+    queue_timeout_s: float = option(
+        "seconds a request waits for workers that can serve it, then it is answered 503",
+        default=30.0,
+        at_least=0,
+        at_most=86_400,
+    )
+    idle_timeout_s: float = option(
+        "seconds a worker's connection may stay silent within a request",
+        default=15.0,
+        at_least=0.1,
+        at_most=86_400,
+    )
+    stall_timeout_s: float = option(
+        "seconds between two tokens of a decode worker, then the request continues on another",
+        default=15.0,
+        at_least=0.1,
+        at_most=86_400,
+    )
+    send_timeout_s: float = option(
+        "seconds a client may leave a full connection unread, then its request is ended",
+        default=30.0,
+        at_least=0.1,
+        at_most=86_400,
+    )
+    connect_timeout_s: float = option(
+        "seconds to wait for a connection to a worker", default=2.0, at_least=0.1, at_most=86_400
+    )
+    drain_timeout_s: float = option(
+        "seconds that running requests get to finish at shutdown",
+        default=60.0,
+        at_least=0,
+        at_most=86_400,
+    )
+    retries_max: int = option(
+        "further attempts at a request whose first token has not been sent",
+        default=2,
+        at_least=0,
+        at_most=100,
+    )
+    continuations_max: int = option(
+        "further attempts at a request whose stream has begun", default=2, at_least=0, at_most=100
+    )
+    retry_share: float = option(
+        "further attempts allowed per request in the long run; a burst of 100 is free",
+        default=0.1,
+        at_least=0,
+        at_most=100,
+    )
+    probe_interval_s: float = option(
+        "seconds between two questions to each worker whether it lives",
+        default=0.5,
+        at_least=0.05,
+        at_most=86_400,
+    )
+    freeze_timeout_s: float = option(
+        "seconds without an answer until a worker counts as frozen",
+        default=2.5,
+        at_least=0.1,
+        at_most=86_400,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOverOptions:
+    """Limits between a prefill and a decode worker."""
+
+    kv_lease_s: float = option(
+        "seconds a prefill worker keeps a prompt's KV for a decode worker that is silent about it",
+        default=30.0,
+        at_least=0.05,
+        at_most=86_400,
+    )
+    kv_lease_max_s: float = option(
+        "seconds it keeps a prompt's KV at most, however often decode asks for more",
+        default=480.0,
+        at_least=0.05,
+        at_most=86_400,
+    )
+    heartbeat_s: float = option(
+        "seconds between two heartbeats of a decode worker to each prefill worker",
+        default=1.0,
+        at_least=0.01,
+        at_most=86_400,
+    )
+    peer_silence_s: float = option(
+        "seconds of silence until a worker at the other end of a hand-over counts as lost",
+        default=5.0,
+        at_least=0.05,
+        at_most=86_400,
+    )
+    peer_connect_timeout_s: float = option(
+        "seconds to wait for a connection to another worker",
+        default=5.0,
+        at_least=0.05,
+        at_most=86_400,
+    )
+    transfer_timeout_s: float = option(
+        "seconds a transfer of KV may take, beside its bytes",
+        default=5.0,
+        at_least=0.01,
+        at_most=86_400,
+    )
+    transfer_bytes_per_s: float = option(
+        "bytes per second below which a transfer of KV counts as stalled",
+        default=100e6,
+        at_least=1,
+    )
+    quarantine_s: float = option(
+        "seconds recalled KV waits for a reader that does not let go",
+        default=15.0,
+        at_least=0.01,
+        at_most=86_400,
+    )
+    peers_max: int = option(
+        "decode workers that a prefill worker talks to at once", default=256, at_least=1
+    )
+    remembered_max: int = option(
+        "ended requests that a worker still knows as ended", default=4096, at_least=16
+    )
+
+    def transfer_deadline_s(self, num_bytes: int) -> float:
+        """Seconds that a transfer of this many bytes may take."""
+        return self.transfer_timeout_s + num_bytes / self.transfer_bytes_per_s

@@ -1,0 +1,185 @@
+"""A model that notices any mix-up of KV: its next token is a function of the KV bytes it reads.
+
+The KV of a position is a hash of the KV of the position before it, of the token id there, and
+of the kernel that computed it (prompt or decode), so it stands for all ids up to there. The
+logits are a function of the KV bytes of *all* positions, as they lie in the pool. A stale,
+foreign, damaged or missing block changes the text; so does an id computed by the wrong kernel.
+It costs microseconds.
+"""
+
+import random
+from collections.abc import Sequence
+from functools import cache, cached_property
+from mmap import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from neuron_di.backends.backend import LayerHook
+from neuron_di.core import DecodeBatch, PrefillChunk
+from neuron_di.kv import KvLayout, KvPool, segment_bytes
+from neuron_di.request import Request, Tokenizer
+from neuron_di.testing.faults import Faults
+from neuron_di.types import BlockId, Incarnation
+from neuron_di.wire import ShmRegion
+
+EOS_ID = 0
+NUM_VOCAB = 64
+PROMPT_KERNEL, DECODE_KERNEL = 1, 2
+
+_NUM_ROWS = 4096
+_ROWS: npt.NDArray[np.float32] = (
+    np.random.Generator(np.random.PCG64(7)).standard_normal((_NUM_ROWS, NUM_VOCAB)) * 2
+).astype(np.float32)
+_ROWS[np.arange(_NUM_ROWS), np.arange(_NUM_ROWS) * 31 % NUM_VOCAB] += 4  # one that is likely
+_PIECES = [b"<end>", b" ", b"\n", b"\xc3", b"\xa9", b"ab", b"ba", b"aba", b"stop", b"st", b"op"]
+_PIECES += [bytes([ord("a") + index % 26]) for index in range(NUM_VOCAB - len(_PIECES))]
+
+
+def position_kv(before: int, token_id: int, kernel: int) -> int:
+    """The KV of one position, 64 bits, after a position with the KV `before` (0: none)."""
+    return xxh3_64_intdigest(b"%d.%d.%d" % (before, token_id, kernel))
+
+
+def logits_row(kv: npt.NDArray[np.uint64], kernel: int) -> npt.NDArray[np.float32]:
+    """The next token's logits [V] after positions with this KV."""
+    row: npt.NDArray[np.float32] = _ROWS[xxh3_64_intdigest(kv.data, seed=kernel) % _NUM_ROWS]
+    return row
+
+
+class _FakeLayout(KvLayout):
+    """Makes its digest once: workers state it in every record."""
+
+    @cached_property
+    def _digest(self) -> str:
+        return super().digest()
+
+    def digest(self) -> str:
+        return self._digest
+
+
+@cache
+def fake_layout(block_size: int) -> KvLayout:
+    """8 bytes per position: one hash."""
+    return _FakeLayout(
+        num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32"
+    )
+
+
+class FakePool(KvPool):
+    """A KvPool in private memory. `words_NS` is its blocks, one number per position."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> None:
+        memory = mmap(-1, segment_bytes(layout, num_blocks))
+        super().__init__(layout, num_blocks, incarnation, -1, memory)
+        block_bytes = num_blocks * layout.block_bytes
+        flat = np.frombuffer(
+            memory, np.uint64, count=block_bytes // 8, offset=len(memory) - block_bytes
+        )
+        self.words_NS = flat.reshape(num_blocks, layout.block_size)
+
+    def region(self) -> ShmRegion:
+        """Not reached through the operating system: `fake_transfer` finds it by incarnation."""
+        return ShmRegion(pid=1, fd=0, incarnation=self.incarnation, num_blocks=self.num_blocks)
+
+    def close(self) -> None:
+        """Its memory goes with the last array that shows it."""
+        self._view = None
+
+
+class FakeBackend:
+    """A Backend for this model. `faults` may make a step raise."""
+
+    numerics: str | None = "fake"
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        num_blocks: int,
+        incarnation: Incarnation,
+        faults: Faults | None = None,
+    ) -> None:
+        self.layout = fake_layout(block_size)
+        self.num_vocab = NUM_VOCAB
+        self._own_pool = FakePool(self.layout, num_blocks, incarnation)
+        self.pool: KvPool = self._own_pool
+        self._faults = faults or Faults(random.Random(0))
+
+    def prefill(self, chunk: PrefillChunk, after_layer: LayerHook | None = None) -> Tensor | None:
+        if self._faults.strikes("step fails"):
+            raise RuntimeError("an injected fault")
+        kernel = DECODE_KERNEL if chunk.is_replay else PROMPT_KERNEL
+        ids = chunk.request.token_ids(chunk.start, chunk.end)
+        self._extend(chunk.request.block_ids, chunk.start, ids, kernel)
+        if after_layer is not None:
+            after_layer(0, chunk.request.block_ids)
+        if not chunk.is_last:
+            return None
+        return torch.from_numpy(self._logits(chunk.request, chunk.end, kernel))
+
+    def decode(self, batch: DecodeBatch) -> Tensor:
+        if self._faults.strikes("step fails"):
+            raise RuntimeError("an injected fault")
+        rows = []
+        for request in batch.requests:
+            place = request.num_computed
+            self._extend(request.block_ids, place, request.generated[-1:], DECODE_KERNEL)
+            rows.append(self._logits(request, place + 1, DECODE_KERNEL))
+        return torch.from_numpy(np.stack(rows))
+
+    def quiesce(self, block_ids: Sequence[BlockId]) -> None:
+        """Every write has been made when a step returns."""
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _extend(
+        self, block_ids: Sequence[BlockId], start: int, ids: Sequence[int], kernel: int
+    ) -> None:
+        """Write the KV of these ids, from position `start` on."""
+        words, size = self._own_pool.words_NS, self.layout.block_size
+        kv = int(words[block_ids[(start - 1) // size], (start - 1) % size]) if start else 0
+        for place, token_id in enumerate(ids, start):
+            kv = position_kv(kv, token_id, kernel)
+            words[block_ids[place // size], place % size] = kv
+
+    def _logits(self, request: Request, num_positions: int, kernel: int) -> npt.NDArray[np.float32]:
+        num_blocks = self.layout.num_blocks_for(num_positions)
+        words = self._own_pool.words_NS[request.block_ids[:num_blocks]].reshape(-1)
+        return logits_row(words[:num_positions], kernel)
+
+
+class FakeTokenizer(Tokenizer):
+    """64 tokens: half characters, pieces that overlap, and id 0, the end, which is special."""
+
+    def __init__(self) -> None:
+        self.eos_id = EOS_ID
+        self.num_vocab = NUM_VOCAB
+
+    def encode(self, text: str) -> list[int]:
+        return [1 + byte % (NUM_VOCAB - 1) for byte in text.encode()]
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        return self.encode("".join(str(message["content"]) for message in messages))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        pieces = [
+            _PIECES[token_id]
+            for token_id in ids
+            if self.has_text(token_id, skip_special_tokens=skip_special_tokens)
+        ]
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        return 0 <= token_id < NUM_VOCAB and not (skip_special_tokens and token_id == EOS_ID)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS_ID
+
+    def token_bytes(self, token_id: int, *, at_start: bool = False) -> bytes:  # noqa: ARG002
+        return _PIECES[token_id]

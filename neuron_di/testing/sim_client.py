@@ -1,0 +1,112 @@
+"""One client of a simulated cluster: reads its answer, and compares every event as it comes."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from neuron_di.errors import NeuronDiError
+from neuron_di.testing.sim_failure import Fail
+from neuron_di.testing.workload import Wanted
+from neuron_di.wire import Failed, Finished, Token
+from neuron_di_proxy.failure import failure_of
+
+Outcome = Literal["running", "completed", "cancelled", "failed", "cut off"]  # with its proxy
+
+
+def _nothing(name: str) -> None:
+    """Nobody asked to be told of the end."""
+
+
+@dataclass(slots=True)
+class Client:
+    """What one client does, and what it saw. `fail` is told what must never happen."""
+
+    name: str
+    wanted: Wanted
+    arrives_s: float
+    cancels_after: int | None  # tokens; None: it stays to the end
+    pause_s: float  # between two events: a slow reader
+    deadline_s: float  # after its arrival, its own pauses not counted
+    fail: Fail
+    now_s: Callable[[], float]
+    num_tokens: int = 0
+    outcome: Outcome = "running"
+    failed: Failed | None = None
+    paused_s: float = 0.0
+    started_s: float = 0.0
+    on_end: Callable[[str], None] = _nothing  # given its name
+
+    async def read(self, generation: AsyncGenerator[Token | Finished, None]) -> None:
+        """Read to the end, or leave. Exactly one end is seen, and none in vain."""
+        self.started_s = self.now_s()
+        try:
+            await self._read_all(generation)
+        except NeuronDiError as error:
+            self._end("failed")
+            self.failed = failure_of(error)
+            self._check_failure(self.failed)
+        except asyncio.CancelledError:
+            self._end("cancelled")
+        except Exception as error:
+            self._end("failed")
+            self.fail("bug", repr(error), self.name)
+        finally:
+            await generation.aclose()
+
+    async def _read_all(self, generation: AsyncGenerator[Token | Finished, None]) -> None:
+        async for event in generation:
+            if self.outcome != "running":
+                self.fail("wrong", f"{type(event).__name__} after its end", self.name)
+            if isinstance(event, Finished):
+                self._check_end(event)
+                self._end("completed")
+                continue
+            self._check_token(event)
+            if self.num_tokens == self.cancels_after:
+                self._end("cancelled")
+                return
+            if self.pause_s:
+                self.paused_s += self.pause_s
+                await asyncio.sleep(self.pause_s)
+        if self.outcome == "running":
+            self.fail("hidden", "its stream ended without an end", self.name)
+
+    def _check_token(self, token: Token) -> None:
+        right = self.wanted.answer.tokens
+        if token.index != self.num_tokens:
+            self._wrong(f"token {token.index} came where {self.num_tokens} was due")
+        elif token.index >= len(right):
+            self._wrong(f"token {token.index} came after the last")
+        elif token != right[token.index]:
+            self._wrong(
+                f"wrong token {token.index}: id {token.token_id} {token.text!r}, "
+                f"right is {right[token.index].token_id} {right[token.index].text!r}"
+            )
+        self.num_tokens += 1
+
+    def _check_end(self, end: Finished) -> None:
+        answer = self.wanted.answer
+        right = (answer.reason, answer.stop, answer.text, len(answer.tokens))
+        seen = (end.reason, end.stop, end.text, self.num_tokens)
+        if seen != right or end.num_generated != len(answer.tokens):
+            self._wrong(f"ended as {seen}, right is {right}")
+
+    def _check_failure(self, failed: Failed) -> None:
+        if failed.http_status < 429:
+            self.fail("hidden", f"was blamed for others' faults: {failed.code}", self.name)
+
+    def cut_off(self) -> None:
+        """The proxy died: the client sees its connection end, which is no end of an answer."""
+        if self.outcome == "running":
+            self._end("cut off")
+
+    def _wrong(self, text: str) -> None:
+        self.fail("wrong", text, self.name)
+
+    def _end(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.on_end(self.name)
+        late_s = self.now_s() - self.started_s - self.paused_s - self.deadline_s
+        if late_s > 0:
+            self.fail("stuck", f"ended {late_s:.3f} s after its deadline", self.name)

@@ -1,0 +1,164 @@
+"""The proxy's process in a simulated cluster: registry, directory, health, routing, recovery."""
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Literal
+
+import msgspec
+
+from neuron_di.clock import now_s
+from neuron_di.errors import CapacityError
+from neuron_di.registry import Directory, EmbeddedRegistry
+from neuron_di.testing.sim_client import Client
+from neuron_di.testing.sim_legs import SimWorkers
+from neuron_di.testing.sim_worker import MODEL, PROXY, World
+from neuron_di.testing.virtual_loop import Process
+from neuron_di.types import RequestId
+from neuron_di.wire import WorkerRecord
+from neuron_di_proxy.admission import Admission
+from neuron_di_proxy.health import Health
+from neuron_di_proxy.openai_request import ClientRequest
+from neuron_di_proxy.receipts import RequestRecord
+from neuron_di_proxy.recovery import RequestRunner
+from neuron_di_proxy.route import Router
+from neuron_di_proxy.self_test import PairBook, SelfTest
+
+SWEEP_S = 0.5
+
+Lie = Literal["hidden", "stale", "misplaced"]
+
+
+class LyingDirectory:
+    """A directory that can be made to hide workers, or to give old or wrong records of them."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._first_seen: dict[str, WorkerRecord] = {}
+        self.lies: dict[str, Lie] = {}  # by worker id
+
+    def workers(self) -> tuple[WorkerRecord, ...]:
+        known = self._directory.workers()
+        for record in known:
+            self._first_seen.setdefault(record.worker_id, record)
+        if not self.lies:
+            return known
+        told = (self._told(record, known) for record in known)
+        return tuple(record for record in told if record is not None)
+
+    def _told(self, record: WorkerRecord, known: tuple[WorkerRecord, ...]) -> WorkerRecord | None:
+        lie = self.lies.get(record.worker_id)
+        if lie == "hidden":
+            return None
+        if lie == "stale":
+            return self._first_seen[record.worker_id]
+        if lie == "misplaced":
+            other = known[(known.index(record) + 1) % len(known)]
+            return msgspec.structs.replace(record, api_port=other.api_port)
+        return record
+
+
+class SimProxy:
+    """The proxy's place. Clients' requests run in its process, as tasks of their own."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self._world = world
+        self._rng = rng
+        self.process: Process | None = None
+        self.registry: EmbeddedRegistry
+        self.directory: LyingDirectory | None = None
+        self.runner: RequestRunner | None = None
+        self._clients: list[Client] = []  # of this life
+        self._self_test: SelfTest | None = None
+        self.records: dict[str, RequestRecord] = {}
+        self.admission: Admission
+
+    def start(self) -> None:
+        """A new process, which knows nothing of its predecessor. Nothing if one lives."""
+        if self.process is not None and not self.process.is_dead:
+            return
+        self.registry = EmbeddedRegistry()
+        self.admission = Admission(self._world.options.limits.requests_max)
+        self.directory = self.runner = self._self_test = None
+        self._clients = []
+        self.process = self._world.network.spawn(PROXY)
+        self.process.start(self._live(self.process))
+
+    def kill(self) -> None:
+        self._world.network.note("kill", PROXY)
+        self._world.network.kill(PROXY)
+        for client in self._clients:
+            client.cut_off()
+
+    def wipe_registry(self) -> None:
+        """Every key and lease is gone at once, as if the registry had been restarted."""
+        self._world.network.note("wipe")
+        for lease in list(self.registry._leases):  # noqa: SLF001 - there is no door to this
+            self.registry._drop(lease)  # noqa: SLF001
+
+    async def _live(self, process: Process) -> None:
+        world, limits = self._world, self._world.options.limits
+        async with Directory(self.registry) as directory:
+            self.directory = LyingDirectory(directory)
+            workers = SimWorkers(
+                world.network,
+                process,
+                world.servers,
+                idle_timeout_s=limits.idle_timeout_s,
+                connect_timeout_s=limits.connect_timeout_s,
+            )
+            pairs = PairBook()
+            async with AsyncExitStack() as stack:
+                health = await stack.enter_async_context(Health(workers, self.directory, limits))
+                if world.options.has_self_test:
+                    self._self_test = SelfTest(
+                        workers, self.directory, health, limits, pairs, self._rng
+                    )
+                    await stack.enter_async_context(self._self_test)
+                router = Router(self.directory, health, pairs)
+                self.runner = RequestRunner(workers, router, health, limits, self._rng)
+                await self._sweep()
+
+    async def _sweep(self) -> None:
+        """What the registry's server does: end leases, but not for its own absence."""
+        swept_s = now_s()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.registry.extend_all(max(0.0, now_s() - swept_s - SWEEP_S))
+            swept_s = now_s()
+            self.registry.expire()
+
+    def rest(self) -> None:
+        """Start nothing of its own any more: it would hold blocks again and again."""
+        if self.process is not None and self._self_test is not None:
+            self.process.start(self._self_test.__aexit__(None, None, None))
+
+    def serve(self, client: Client) -> "asyncio.Task[None] | None":
+        """Run a client's request. Its task ends with the client; None: nobody listens."""
+        if self.process is None or self.process.is_dead:
+            client.cut_off()
+            return None
+        self._clients.append(client)
+        return self.process.start(self._serve(client))
+
+    def _serve(self, client: Client) -> Coroutine[Any, Any, None]:
+        return client.read(self._generation(client))
+
+    async def _generation(self, client: Client) -> Any:
+        if self.runner is None:
+            raise CapacityError("the proxy is starting")
+        wanted = client.wanted
+        request = ClientRequest(
+            endpoint="completions",
+            model=MODEL,
+            prompt=msgspec.Raw(msgspec.json.encode(wanted.prompt_ids)),
+            sampling=wanted.sampling,
+            stream=True,
+            include_usage=False,
+        )
+        record = RequestRecord(request_id=RequestId(client.name), model=MODEL)
+        self.records[client.name] = record
+        with self.admission.admit():
+            async for event in self.runner.run(request, record):
+                yield event

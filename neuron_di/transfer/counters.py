@@ -1,0 +1,13 @@
+"""What went wrong between workers and was dealt with, counted since this process started."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class HandOverCounters:
+    """One per worker, on its event loop."""
+
+    num_kv_mismatched: int = 0  # received KV that was not what was promised
+    num_leases_ended: int = 0
+    num_signals_refused: int = 0  # messages that could not be understood or allowed
+    num_stale: int = 0  # messages that came too late or twice

@@ -1,0 +1,102 @@
+"""The decode workers that a SendBuffer talks to: who shook hands, and who still speaks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from neuron_di.clock import now_s, unix_s
+from neuron_di.obs import get_logger
+from neuron_di.transfer.identity import LocalWorker
+from neuron_di.types import Incarnation, WorkerId
+from neuron_di.wire import SIGNAL_VERSION, Handshake, Refused, Welcome
+
+_log = get_logger(__name__)
+
+# A connection's name on the signal link: "<incarnation>.<number>", unique for each connection.
+Identity = str
+
+
+@dataclass(slots=True)
+class Peer:
+    worker_id: WorkerId
+    incarnation: Incarnation
+    last_heard_s: float
+    is_connecting: bool = False  # its transfer engine is
+
+
+class SendPeers:
+    """Every connection that shook hands. At most `peers_max`; the silent ones are forgotten."""
+
+    def __init__(
+        self,
+        local: LocalWorker,
+        *,
+        allowed_peer: str | None,
+        peers_max: int,
+        silence_s: float,
+        on_lost: Callable[[Identity, Incarnation], None],
+    ) -> None:
+        self._local = local
+        self._allowed_peer = allowed_peer
+        self._peers_max = peers_max
+        self._silence_s = silence_s
+        self._on_lost = on_lost
+        self._peers: dict[Identity, Peer] = {}
+
+    def worker_ids(self) -> list[str]:
+        return sorted({peer.worker_id for peer in self._peers.values()})
+
+    def heard(self, identity: Identity) -> Peer | None:
+        """The peer behind a message, noted as alive; None when it has not shaken hands."""
+        peer = self._peers.get(identity)
+        if peer is not None:
+            peer.last_heard_s = now_s()
+        return peer
+
+    def is_connected(self, incarnation: Incarnation) -> bool:
+        return any(peer.incarnation == incarnation for peer in self._peers.values())
+
+    def shake_hands(self, identity: Identity, message: Handshake) -> Welcome | Refused:
+        """The answer to a handshake; on Welcome the peer is known from now on."""
+        local = self._local
+        reason = self._why_refused(identity, message)
+        if reason is not None:
+            _log.warning("handshake_refused", peer=message.worker_id, reason=reason)
+            return Refused(reason=reason, is_stale=message.expects != local.incarnation)
+        if len(self._peers) >= self._peers_max and identity not in self._peers:
+            reason = f"{local.worker_id} talks to {self._peers_max} workers already"
+            _log.warning("handshake_refused", peer=message.worker_id, reason=reason)
+            return Refused(reason=reason, is_busy=True)
+        if (peer := self.heard(identity)) is None:  # who shakes hands twice stays who it is
+            self._peers[identity] = peer = Peer(message.worker_id, message.incarnation, now_s())
+        peer.worker_id = message.worker_id
+        _log.info("handshake", peer=message.worker_id)
+        return Welcome(
+            status="ok",
+            timestamp=unix_s(),
+            worker_id=local.worker_id,
+            incarnation=local.incarnation,
+        )
+
+    def forget_silent(self) -> None:
+        """Let go of those that said nothing for too long."""
+        since_s = now_s() - self._silence_s
+        for identity in [i for i, peer in self._peers.items() if peer.last_heard_s < since_s]:
+            peer = self._peers.pop(identity)
+            _log.info("peer_silent", peer=peer.worker_id)
+            self._on_lost(identity, peer.incarnation)
+
+    def _why_refused(self, identity: Identity, message: Handshake) -> str | None:
+        local = self._local
+        if message.version != SIGNAL_VERSION:
+            return f"signal protocol {message.version}, this worker speaks {SIGNAL_VERSION}"
+        if message.expects != local.incarnation:
+            return f"{local.worker_id} restarted: not the process you were told of"
+        if identity.rpartition(".")[0] != message.incarnation:
+            return "the connection's identity is not the incarnation it states"
+        if message.model_digest != local.model_digest:
+            return f"another model than {local.worker_id}'s"
+        if message.layout_digest != local.layout_digest:
+            return f"another KV layout than {local.worker_id}'s"
+        if self._allowed_peer is not None and message.worker_id != self._allowed_peer:
+            return f"{local.worker_id} is bound to {self._allowed_peer}"
+        return None

@@ -1,0 +1,41 @@
+"""One attempt at a request: where it runs, what it is given, and what became of it."""
+
+from dataclasses import dataclass
+
+from neuron_di.clock import Deadline
+from neuron_di.types import RequestId
+from neuron_di.wire import LegReceipt, WorkerRecord
+from neuron_di_proxy.openai_request import ClientRequest
+from neuron_di_proxy.route import Pair, Route
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """Made by recovery, written by launch, read by receipts.
+
+    `emitted` are the ids of all tokens that earlier attempts gave to the client. Workers get
+    them in the leg, and the first token of this attempt has the index after them.
+    """
+
+    request_id: RequestId
+    number: int
+    request: ClientRequest
+    route: Route
+    emitted: tuple[int, ...]
+    deadline: Deadline  # of the request, all attempts together
+    num_tokens: int = 0  # that this attempt gave
+    prefill: LegReceipt | None = None
+    decode: LegReceipt | None = None
+    code: str | None = None  # why it failed; None: it runs, ended well or was given up
+    blamed: WorkerRecord | None = None  # who is at fault
+    refused_by: WorkerRecord | None = None  # who has no room: nobody's fault
+
+    @property
+    def first_index(self) -> int:
+        return len(self.emitted)
+
+    def workers(self) -> tuple[WorkerRecord, WorkerRecord]:
+        """The prefill and the decode worker; the same where one does it all."""
+        if isinstance(self.route, Pair):
+            return self.route.prefill, self.route.decode
+        return self.route.worker, self.route.worker

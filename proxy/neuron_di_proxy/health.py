@@ -1,0 +1,288 @@
+"""Which workers live: each is asked again and again, whatever the directory says of it.
+
+    new ---------.                 .--> frozen   no good answer for freeze_timeout_s
+    up <---------+-- any of them --+
+    suspect -----'                 '--> down     refused twice, failed, or another process answers
+
+`new`, which nobody asked yet, and `up` get requests, if the worker's breaker admits them.
+`suspect` failed a request and gets none before its next answer. From `frozen` and `down` a
+good answer leads back; when a worker becomes one of them, every open leg there fails at once,
+although its connection may stay open.
+
+A directory only discovers: a worker that it drops gets no new requests, and is watched for as
+long as legs are open there.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+from neuron_di.clock import now_s
+from neuron_di.config import LimitOptions
+from neuron_di.errors import NeuronDiError, PeerError, PeerGone, PeerTimeout
+from neuron_di.obs import get_logger
+from neuron_di.types import WorkerId
+from neuron_di.wire import WorkerRecord, WorkerStatus
+from neuron_di_proxy.breaker import Breaker
+from neuron_di_proxy.failure import failure_of
+from neuron_di_proxy.route import Directory
+from neuron_di_proxy.workers import Process, Workers, process_of
+
+ANSWER_MIN_S = 0.25  # a worker gets at least this to answer, however late the question is asked
+LATE_S = 0.5  # an own delay beyond this is not the worker's silence: this process was stopped
+SUSPICIOUS = frozenset({"peer_gone", "peer_timeout", "stale_incarnation"})
+
+WorkerHealth = Literal["new", "up", "suspect", "frozen", "down"]
+OnLoss = Callable[[PeerError], None]
+
+_log = get_logger(__name__)
+
+
+class HealthReport(NamedTuple):
+    """What is known of one worker. `reason` is empty while it may get requests."""
+
+    record: WorkerRecord
+    state: WorkerHealth | Literal["draining", "broken"]  # broken: its breaker is not closed
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """One process under observation."""
+
+    record: WorkerRecord
+    state: WorkerHealth = "new"
+    reason: str = ""
+    is_draining: bool = False
+    good_s: float = field(default_factory=now_s)  # its last good answer, or when it was first seen
+    breaker: Breaker = field(default_factory=Breaker)
+    legs: dict[int, OnLoss] = field(default_factory=dict)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    loss: PeerError | None = None  # while frozen or down
+
+    def why_not(self) -> str:
+        """Why it should get no request now; empty when it may."""
+        if self.state in ("suspect", "frozen", "down"):
+            return self.reason
+        if self.is_draining:
+            return f"worker {self.record.worker_id} is shutting down"
+        if not self.breaker.admits():
+            return f"worker {self.record.worker_id} failed too often"
+        return ""
+
+
+class Health:
+    """Watches workers while entered. Owned by one event loop."""
+
+    def __init__(self, workers: Workers, directory: Directory, limits: LimitOptions) -> None:
+        self._workers = workers
+        self._directory = directory
+        self._limits = limits
+        self._watches: dict[Process, _Watch] = {}
+        self._num_legs = 0
+        self._task: asyncio.Task[None] | None = None  # while entered
+        self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._follow())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        tasks = [self._task, *(watch.task for watch in self._watches.values())]
+        self._task = None
+        running = [task for task in tasks if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def is_usable(self, record: WorkerRecord) -> bool:
+        """True when a request may be given to this process now."""
+        return not self.why_not(record)
+
+    def why_not(self, record: WorkerRecord) -> str:
+        """Why this process should get no request now; empty when it may."""
+        watch = self._watches.get(process_of(record))
+        return watch.why_not() if watch is not None else ""
+
+    def reports(self) -> list[HealthReport]:
+        """Every worker of the directory, in its order."""
+        reports = []
+        for record in self._directory.workers():
+            watch = self._watches.get(process_of(record), _Watch(record))
+            state: WorkerHealth | Literal["draining", "broken"] = watch.state
+            if state in ("new", "up") and watch.is_draining:
+                state = "draining"
+            elif state in ("new", "up") and watch.breaker.state() != "closed":
+                state = "broken"
+            reports.append(HealthReport(record, state, watch.why_not()))
+        return reports
+
+    @contextmanager
+    def watching(self, record: WorkerRecord, on_loss: OnLoss) -> Iterator[None]:
+        """Watch a process for a leg, for as long as the block runs.
+
+        `on_loss` is called once, when the process is found to be gone or frozen, perhaps at once.
+        """
+        watch = self._watch_of(record)
+        self._num_legs += 1
+        number = self._num_legs
+        if watch.loss is not None:
+            on_loss(watch.loss)
+            on_loss = _ignore
+        watch.legs[number] = on_loss
+        is_trial = watch.breaker.begin()
+        try:
+            yield
+        finally:
+            watch.legs.pop(number, None)
+            if is_trial:
+                watch.breaker.end_trial()
+
+    def praise(self, record: WorkerRecord) -> None:
+        """A request that went to this process came to its end."""
+        self._watch_of(record).breaker.succeed()
+
+    def blame(self, record: WorkerRecord, error: NeuronDiError) -> None:
+        """A request failed, and this process is at fault. It may be asked at once if it lives."""
+        watch = self._watch_of(record)
+        watch.breaker.fail()
+        if failure_of(error).code in SUSPICIOUS:
+            if watch.state in ("new", "up"):
+                self._become(watch, "suspect", error.message)
+            watch.hurry.set()
+
+    def fail_all(self, error: PeerError) -> None:
+        """End every open leg with `error`."""
+        for watch in self._watches.values():
+            for on_loss in list(watch.legs.values()):
+                on_loss(error)
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Return when any worker changed its state, or after `timeout_s`."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+        except TimeoutError:
+            return
+
+    async def _follow(self) -> None:
+        """Watch what the directory has, and what has open legs."""
+        while True:
+            try:
+                self._update()
+            except Exception:
+                _log.exception("directory_failed")
+            await asyncio.sleep(self._limits.probe_interval_s)
+
+    def _update(self) -> None:
+        listed = {process_of(record): record for record in self._directory.workers()}
+        for record in listed.values():
+            self._watch_of(record).record = record
+        for process, watch in list(self._watches.items()):
+            if process not in listed and not watch.legs:
+                del self._watches[process]
+                if watch.task is not None:
+                    watch.task.cancel()
+
+    def _watch_of(self, record: WorkerRecord) -> _Watch:
+        watch = self._watches.get(process_of(record))
+        if watch is None:
+            watch = self._watches[process_of(record)] = _Watch(record)
+            if self._task is not None:
+                watch.task = asyncio.create_task(self._probe_often(watch))
+        return watch
+
+    async def _probe_often(self, watch: _Watch) -> None:
+        interval_s = self._limits.probe_interval_s
+        while True:
+            watch.hurry.clear()
+            try:
+                await self._probe(watch)
+            except Exception:
+                _log.exception("probe_failed", worker=watch.record.worker_id)
+            asked_s = now_s()
+            try:
+                async with asyncio.timeout(interval_s):
+                    await watch.hurry.wait()
+            except TimeoutError:
+                _forgive(watch, now_s() - asked_s - interval_s)
+
+    async def _probe(self, watch: _Watch) -> None:
+        """Ask once, or twice where nobody is there, and conclude."""
+        answer = await self._ask(watch)
+        if isinstance(answer, PeerGone):
+            answer = await self._ask(watch)
+        if isinstance(answer, WorkerStatus):
+            self._hear(watch, answer)
+        elif isinstance(answer, PeerGone):
+            self._lose(watch, "down", answer)
+        elif now_s() >= watch.good_s + self._limits.freeze_timeout_s - 1e-3:
+            words = f"worker {watch.record.worker_id} gives no answer ({answer.message})"
+            self._lose(watch, "frozen", PeerTimeout(words))
+
+    async def _ask(self, watch: _Watch) -> WorkerStatus | PeerError:
+        """Ask once. A worker that is not lost yet gets until its silence is too long."""
+        asked_s = now_s()
+        wait_s = self._limits.freeze_timeout_s
+        if watch.loss is None:
+            wait_s = max(watch.good_s + wait_s - asked_s, ANSWER_MIN_S)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self._workers.status(watch.record)
+        except PeerError as error:
+            return error
+        except TimeoutError:
+            _forgive(watch, now_s() - asked_s - wait_s)
+            return PeerTimeout(f"worker {watch.record.worker_id} is silent")
+
+    def _hear(self, watch: _Watch, status: WorkerStatus) -> None:
+        worker_id = watch.record.worker_id
+        if status.record.incarnation != watch.record.incarnation:
+            self._lose(watch, "down", PeerGone(f"worker {worker_id} is another process now"))
+        elif status.has_failed:
+            self._lose(watch, "down", PeerGone(f"worker {worker_id} has failed"))
+        else:
+            watch.good_s = now_s()
+            watch.loss = None
+            is_draining = status.record.state == "draining"
+            if watch.state != "up" or watch.is_draining != is_draining:
+                watch.is_draining = is_draining
+                self._become(watch, "up", "")
+
+    def _lose(self, watch: _Watch, state: WorkerHealth, error: PeerError) -> None:
+        watch.loss = error
+        if watch.state != state:
+            self._become(watch, state, error.message)
+        for on_loss in list(watch.legs.values()):
+            on_loss(error)
+        watch.legs = dict.fromkeys(watch.legs, _ignore)
+
+    def _become(self, watch: _Watch, state: WorkerHealth, reason: str) -> None:
+        worker_id: WorkerId = watch.record.worker_id
+        if state == "up":
+            _log.info("worker_up", worker=worker_id, before=watch.state)
+        else:
+            _log.warning("worker_" + state, worker=worker_id, reason=reason)
+        watch.state, watch.reason = state, reason
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _forgive(watch: _Watch, late_s: float) -> None:
+    """Do not count as silence what was our own delay: while stopped we hear nobody."""
+    if late_s > LATE_S:
+        watch.good_s = now_s()
+
+
+def _ignore(_: PeerError) -> None:
+    """What a leg that was told of its loss does with further news."""

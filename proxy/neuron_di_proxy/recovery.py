@@ -1,0 +1,179 @@
+"""Brings a request to its end, over as many attempts as that takes and limits allow.
+
+    attempt 0 --fails--> attempt 1 (another worker, the same request id) --fails--> attempt 2 ...
+
+Before a token reached the client, the next attempt starts from nothing: a *retry*. After it, the
+next attempt is given the ids that the client has and goes on with the next one: a *continuation*.
+Waiting until a worker is there is not an attempt; `queue_timeout_s` bounds it.
+"""
+
+import asyncio
+import random
+from contextlib import aclosing
+
+from neuron_di.clock import Deadline
+from neuron_di.config import LimitOptions
+from neuron_di.errors import CapacityError, NeuronDiError, PeerGone
+from neuron_di.obs import get_logger
+from neuron_di.wire import Token
+from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.failure import RequestTimeout, failure_of
+from neuron_di_proxy.health import Health
+from neuron_di_proxy.launch import Generation, Launcher
+from neuron_di_proxy.openai_request import ClientRequest
+from neuron_di_proxy.receipts import RequestRecord
+from neuron_di_proxy.route import ModelNotFound, Route, Router
+from neuron_di_proxy.workers import Process, Workers, process_of
+
+BACKOFF_S = 0.05
+BACKOFF_GROWTH = 1.5
+BACKOFF_JITTER = 0.2
+ROUTE_POLL_S = 0.1  # a directory does not tell of its changes
+BUDGET_BURST = 100.0
+
+_log = get_logger(__name__)
+
+
+class RetryBudget:
+    """Bounds further attempts of all requests together, so that failures do not multiply load."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self.left = BUDGET_BURST
+
+    def admit(self) -> None:
+        """A request came: it earns its share of a further attempt."""
+        self.left = min(self.left + self._share, BUDGET_BURST)
+
+    def take(self) -> bool:
+        """Spend one further attempt. False when there is none."""
+        if self.left < 1.0:
+            return False
+        self.left -= 1.0
+        return True
+
+
+class RequestRunner:
+    """Runs requests. Pure asyncio and `clock`; random numbers come from `rng` only.
+
+        runner = RequestRunner(workers, router, health, limits, random.Random(seed))
+        async with aclosing(runner.run(request, record)) as events:
+            async for event in events: ...
+
+    `workers` opens legs (the `Workers` protocol), `router` is a Router over the same `health`.
+    `health` should be entered; it never is by this class.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        router: Router,
+        health: Health,
+        limits: LimitOptions,
+        rng: random.Random,
+    ) -> None:
+        self._router = router
+        self._health = health
+        self._limits = limits
+        self._rng = rng
+        self._launcher = Launcher(workers, health, limits)
+        self._is_abandoned = False
+        self.budget = RetryBudget(limits.retry_share)
+
+    async def run(self, request: ClientRequest, record: RequestRecord) -> Generation:
+        """Yield the request's tokens, indices 0, 1, 2, ..., each once, and then its `Finished`.
+
+        Raises instead what kept it from its end: a ClientError, the last attempt's failure,
+        CapacityError when no worker was there in time, RequestTimeout at the deadline, which
+        counts from `record.accepted_s`. `record.attempts` grows with each attempt. Closing the
+        generator closes all legs at once.
+        """
+        self.budget.admit()
+        deadline = Deadline(record.accepted_s + self._limits.request_timeout_s)
+        while True:
+            route = await self._find_route(record, deadline)
+            attempt = Attempt(
+                request_id=record.request_id,
+                number=len(record.attempts),
+                request=request,
+                route=route,
+                emitted=tuple(record.emitted),
+                deadline=deadline,
+            )
+            record.attempts.append(attempt)
+            try:
+                async with aclosing(self._launcher.run(attempt)) as events:
+                    async for event in events:
+                        if isinstance(event, Token):
+                            record.count_token(event)
+                            yield event
+                        else:
+                            record.finished = event
+                assert record.finished is not None, "an attempt ends with it, or raises"
+                yield record.finished
+                return
+            except NeuronDiError as error:
+                self._learn(attempt, error)
+                if not self._may_go_on(record, error, deadline):
+                    raise
+            await self._back_off(record, deadline)
+
+    def abandon(self) -> None:
+        """End every running request with an error, and start no further attempt."""
+        self._is_abandoned = True
+        self._health.fail_all(PeerGone("the server is shutting down"))
+
+    async def _find_route(self, record: RequestRecord, deadline: Deadline) -> Route:
+        """Wait for workers that can serve the request. Raises CapacityError when none is there."""
+        avoid: set[Process] = set()
+        for attempt in record.attempts:
+            avoid |= {process_of(r) for r in (attempt.blamed, attempt.refused_by) if r is not None}
+        # Other weights under the same name must not continue what these began.
+        began = next((each for each in record.attempts if each.num_tokens), None)
+        digest = began.workers()[0].model_digest if began is not None else None
+        queue = Deadline.after(self._limits.queue_timeout_s)
+        while True:
+            if self._is_abandoned:
+                raise CapacityError("the server is shutting down")
+            if deadline.has_passed():
+                raise RequestTimeout("no worker could take the request in time")
+            try:
+                return self._router.pick(record.model, avoid, digest)
+            except CapacityError:
+                if queue.has_passed():
+                    raise
+            except ModelNotFound:
+                if not record.attempts or queue.has_passed():
+                    raise
+            wait_s = min(ROUTE_POLL_S, queue.remaining_s(), deadline.remaining_s())
+            await self._health.wait_change(max(wait_s, 1e-3))
+
+    def _learn(self, attempt: Attempt, error: NeuronDiError) -> None:
+        """Tell health who is at fault."""
+        _log.warning(
+            "attempt_failed",
+            request=attempt.request_id,
+            attempt=attempt.number,
+            first_index=attempt.first_index,
+            tokens=attempt.num_tokens,
+            code=attempt.code,
+            blamed=attempt.blamed.worker_id if attempt.blamed else None,
+        )
+        if attempt.blamed is not None and not self._is_abandoned:
+            self._health.blame(attempt.blamed, error)
+
+    def _may_go_on(self, record: RequestRecord, error: NeuronDiError, deadline: Deadline) -> bool:
+        failed = failure_of(error)
+        if not failed.retryable or failed.fault == "client":
+            return False
+        if self._is_abandoned or deadline.has_passed():
+            return False
+        is_continuation = bool(record.emitted)
+        num_max = self._limits.continuations_max if is_continuation else self._limits.retries_max
+        further = [each for each in record.attempts[1:] if bool(each.emitted) == is_continuation]
+        return len(further) < num_max and self.budget.take()
+
+    async def _back_off(self, record: RequestRecord, deadline: Deadline) -> None:
+        wait_s = BACKOFF_S * BACKOFF_GROWTH ** (len(record.attempts) - 1)
+        wait_s *= 1 + BACKOFF_JITTER * self._rng.uniform(-1, 1)
+        await asyncio.sleep(min(wait_s, deadline.remaining_s()))

@@ -1,0 +1,181 @@
+"""Proves of each prefill and decode worker that they can hand over, before clients find out.
+
+A test is a real request of two tokens: prefill computes the first, decode the second from KV
+that was moved and verified. A pair that failed is not used while another works, is shown by
+`GET /health`, and is tried again after a while. Pairs are tested one at a time.
+"""
+
+import asyncio
+import random
+from contextlib import aclosing
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+import msgspec
+
+from neuron_di.clock import Deadline, now_s
+from neuron_di.config import LimitOptions
+from neuron_di.errors import NeuronDiError
+from neuron_di.obs import get_logger
+from neuron_di.types import RequestId
+from neuron_di.wire import SamplingParams, Token, WorkerRecord
+from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.failure import failure_of
+from neuron_di_proxy.health import Health
+from neuron_di_proxy.launch import Launcher
+from neuron_di_proxy.openai_request import ClientRequest
+from neuron_di_proxy.route import Directory, Pair, fits
+from neuron_di_proxy.workers import Process, Workers, process_of
+
+ID_PREFIX = "self-test-"
+LOOK_INTERVAL_S = 0.5  # for pairs that are due
+RETRY_S = 10.0
+TEST_TIMEOUT_S = 30.0
+NUM_TOKENS = 2
+
+_log = get_logger(__name__)
+
+
+class PairResult(NamedTuple):
+    """The outcome of a pair's last test. skipped: the workers cannot run it, say no more."""
+
+    prefill: WorkerRecord
+    decode: WorkerRecord
+    outcome: Literal["ok", "failed", "skipped"]
+    reason: str
+    tested_s: float
+
+
+class PairBook:
+    """What is known of pairs of processes. A pair that nobody tested is taken to work."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[Process, Process], PairResult] = {}
+
+    def has_failed(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+        result = self.result_of(prefill, decode)
+        return result is not None and result.outcome == "failed"
+
+    def result_of(self, prefill: WorkerRecord, decode: WorkerRecord) -> PairResult | None:
+        return self._results.get((process_of(prefill), process_of(decode)))
+
+    def results(self) -> list[PairResult]:
+        """In the order in which pairs were first tested."""
+        return list(self._results.values())
+
+    def note(self, result: PairResult) -> None:
+        self._results[process_of(result.prefill), process_of(result.decode)] = result
+
+    def keep_only(self, records: tuple[WorkerRecord, ...]) -> None:
+        """Forget the pairs of processes that are gone."""
+        here = {process_of(record) for record in records}
+        for prefill, decode in list(self._results):
+            if prefill not in here or decode not in here:
+                del self._results[prefill, decode]
+
+
+class SelfTest:
+    """Tests pairs while entered, and writes the outcomes into `pairs`."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        directory: Directory,
+        health: Health,
+        limits: LimitOptions,
+        pairs: PairBook,
+        rng: random.Random,
+    ) -> None:
+        self._directory = directory
+        self._health = health
+        self._launcher = Launcher(workers, health, limits)
+        self._pairs = pairs
+        self._rng = rng
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._test_often())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _test_often(self) -> None:
+        while True:
+            try:
+                for pair in self._due():
+                    await self._test(pair)
+            except Exception:
+                _log.exception("self_test_failed")
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    def _due(self) -> list[Pair]:
+        """The pairs to test now: ready, answering, and not tested or failed a while ago."""
+        records = self._directory.workers()
+        self._pairs.keep_only(records)
+        usable = [r for r in records if r.state == "ready" and self._health.is_usable(r)]
+        prefills = [record for record in usable if record.role == "prefill"]
+        decodes = [record for record in usable if record.role == "decode"]
+        return [Pair(p, d) for p in prefills for d in decodes if fits(p, d) and self._is_due(p, d)]
+
+    def _is_due(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+        result = self._pairs.result_of(prefill, decode)
+        if result is None:
+            return True
+        return result.outcome == "failed" and now_s() >= result.tested_s + RETRY_S
+
+    async def _test(self, pair: Pair) -> None:
+        if not (self._health.is_usable(pair.prefill) and self._health.is_usable(pair.decode)):
+            return
+        attempt = Attempt(
+            request_id=RequestId(f"{ID_PREFIX}{self._rng.getrandbits(64):016x}"),
+            number=0,
+            request=_request(pair.prefill.model),
+            route=pair,
+            emitted=(),
+            deadline=Deadline.after(TEST_TIMEOUT_S),
+        )
+        outcome: Literal["ok", "failed", "skipped"] = "ok"
+        reason = ""
+        try:
+            async with aclosing(self._launcher.run(attempt)) as events:
+                num_tokens = sum([isinstance(event, Token) async for event in events])
+        except NeuronDiError as error:
+            if attempt.refused_by is not None:
+                return  # busy, which says nothing
+            outcome = "skipped" if failure_of(error).fault == "client" else "failed"
+            reason = error.message
+        else:
+            moved = max((r.kv_bytes for r in (attempt.prefill, attempt.decode) if r), default=0)
+            if num_tokens != NUM_TOKENS:
+                outcome, reason = "failed", f"{num_tokens} tokens came instead of {NUM_TOKENS}"
+            elif moved == 0:
+                outcome, reason = "failed", "no KV was moved"
+        self._conclude(PairResult(pair.prefill, pair.decode, outcome, reason, now_s()))
+
+    def _conclude(self, result: PairResult) -> None:
+        self._pairs.note(result)
+        log = _log.warning if result.outcome == "failed" else _log.info
+        log(
+            "pair_tested",
+            prefill=result.prefill.worker_id,
+            decode=result.decode.worker_id,
+            outcome=result.outcome,
+            reason=result.reason,
+        )
+
+
+def _request(model: str) -> ClientRequest:
+    return ClientRequest(
+        endpoint="completions",
+        model=model,
+        prompt=msgspec.Raw(msgspec.json.encode([0, 1] * 9)),  # more than one KV block of 16
+        sampling=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+        stream=False,
+        include_usage=False,
+    )

@@ -1,0 +1,51 @@
+"""Seven faults at six phases, on real processes: nothing is wrong, lost, leaked or stuck."""
+
+import pytest
+
+from .case import Requests, run_case
+from .cluster import Cluster
+from .fault import PHASES, Fault, Phase
+from .faults import FAULTS
+from .report import CaseReport
+
+pytestmark = pytest.mark.e2e
+
+# A restart at the same port takes turns: of the prefill worker early, of the decode worker late.
+CASES: list[tuple[Fault, Phase]] = [
+    (FAULTS[name], phase)
+    for phase in PHASES
+    for name in (
+        "F05",
+        "F08",
+        "F14",
+        "F34",
+        "F09" if phase in ("q", "p", "k") else "F18",
+        "F17",
+        "F63",
+    )
+]
+
+
+def test_there_are_42_cases():
+    assert len(CASES) == len({(fault.name, phase) for fault, phase in CASES}) == 42
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(
+    ("number", "fault", "phase"),
+    [
+        pytest.param(i, fault, phase, id=f"{fault.name}-{phase}")
+        for i, (fault, phase) in enumerate(CASES)
+    ],
+)
+async def test_a_fault_at_a_phase(
+    number: int,
+    fault: Fault,
+    phase: Phase,
+    cluster: Cluster,
+    requests: Requests,
+    reports: list[CaseReport],
+) -> None:
+    report = await run_case(cluster, fault, phase, requests, number)
+    reports.append(report)
+    assert report.failures == []

@@ -1,0 +1,272 @@
+"""Bugs to plant, one at a time: each takes away one protection. A simulation must notice.
+
+`MASKED` are those that no simulation can notice, because a second protection does the work of
+the one that is missing. They are named so that nobody takes their silence for a proof.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
+from unittest import mock
+
+from msgspec import structs
+
+from neuron_di.core import BlockPool, DecodeScheduler, PrefillChunk
+from neuron_di.core.quarantine import Quarantine
+from neuron_di.engine import Broken, Engine
+from neuron_di.errors import NeuronDiError
+from neuron_di.kv import KvPool
+from neuron_di.testing.fake_transfer import FakeTransferEngine
+from neuron_di.testing.sim_legs import SimLeg
+from neuron_di.transfer import RecvBuffer, SendBuffer, recv_buffer
+from neuron_di.transfer.send_peers import SendPeers
+from neuron_di.wire import Finished, LegReceipt, Token
+from neuron_di.wire.handoff import (
+    LAUNCH,
+    RECEIVER,
+    SENDER,
+    LaunchAction,
+    LaunchEvent,
+    LaunchState,
+    LaunchStep,
+    ReceiverAction,
+    ReceiverEvent,
+    ReceiverState,
+    ReceiverStep,
+    SenderAction,
+    SenderEvent,
+    SenderState,
+    SenderStep,
+)
+from neuron_di.worker.live_legs import LiveLegs
+from neuron_di.worker.prefill_worker import PrefillWorker
+from neuron_di_proxy import launch
+from neuron_di_proxy.admission import Admission
+from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.health import Health
+from neuron_di_proxy.inbox import Inbox
+from neuron_di_proxy.receipts import RequestRecord
+from neuron_di_proxy.recovery import RequestRunner
+
+_KEPT: list[object] = []
+
+Plant = Callable[[], AbstractContextManager[object]]
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """What a forgotten call does."""
+
+
+def _instead(owner: object, name: str, other: object) -> Plant:
+    return lambda: mock.patch.object(owner, name, other)
+
+
+def _without(table: dict, row: tuple, action: object) -> Plant:
+    """A row of a table forgets one of its actions."""
+
+    def plant() -> AbstractContextManager[object]:
+        step = table[row]
+        assert action in step.actions
+        kept = tuple(each for each in step.actions if each is not action)
+        return mock.patch.dict(table, {row: step._replace(actions=kept)})
+
+    return plant
+
+
+def _row(table: dict, row: tuple, step: object) -> Plant:
+    return lambda: mock.patch.dict(table, {row: step})
+
+
+class _EqualToAll(list):
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    __hash__ = None
+
+
+def _blind_digests(_memory: object, block_ids: list[int], _identity: object) -> list[int]:
+    return _EqualToAll([0] * len(block_ids))
+
+
+def _free_at_once(self: Quarantine, block_ids: list[int], held_by: object) -> None:
+    self._pool.free(block_ids)
+
+
+def _join_early(self: DecodeScheduler) -> None:
+    for request, token in list(self._transferring.items()):
+        if token is not None and token.error() is None:
+            del self._transferring[request]
+            request.num_computed = request.num_prefilled
+            request.status = type(request.status).RUNNING
+            self._running.append(request)
+
+
+def _wrong_order(real: Callable, self: PrefillWorker, event: object):
+    async def ready():
+        said = await real(self, event)
+        return structs.replace(said, block_ids=said.block_ids[::-1])
+
+    return ready()
+
+
+def _fails_as_success(_error: object) -> Finished:
+    receipt = LegReceipt(worker_id="x", role="decode", pid=1)
+    return Finished(reason="stop", num_prompt=1, num_generated=1, receipt=receipt)
+
+
+def _deaf_to_errors(real: Callable, self: LiveLegs, events: list) -> None:
+    real(self, [event for event in events if not isinstance(event, Broken)])
+
+
+def _admit_for_ever(real: Callable, self: Admission):
+    @contextmanager
+    def admit() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(real(self))
+            yield
+            _KEPT.append(stack.pop_all())
+
+    return admit()
+
+
+def _allocate_twice(real: Callable, self: BlockPool, num_blocks: int) -> list[int]:
+    taken = real(self, num_blocks)
+    if self.num_free and num_blocks > 1:
+        taken[-1] = taken[0]
+    return taken
+
+
+def _count_once(self: RequestRecord, token: object) -> None:
+    """Forgets the newest token: a continuation says it again."""
+    if self.first_token_s is None:
+        self.first_token_s = 0.0
+    elif len(self.emitted) < 2:
+        self.emitted.append(token.token_id)
+
+
+async def _silent_end(real: Callable, *args: object):
+    async with aclosing(real(*args)) as events:
+        try:
+            async for event in events:
+                yield event
+        except NeuronDiError:
+            return
+
+
+def _other_seed(real: Callable, **fields: object) -> object:
+    sampling = fields["sampling"]
+    return real(**fields | {"sampling": structs.replace(sampling, seed=sampling.seed + 1)})
+
+
+def _without_text(self: Engine, request: object) -> None:
+    request.generated += request.given
+
+
+def _any_index(self: launch._Running, token: Token) -> Token:
+    self._attempt.num_tokens += 1
+    return token
+
+
+def _both(one: Plant, other: Plant) -> Plant:
+    @contextmanager
+    def plant() -> Iterator[None]:
+        with one(), other():
+            yield
+
+    return plant
+
+
+def _skipping(self: SendPeers, identity: str, message: object) -> None:
+    """Why a handshake is refused: never."""
+
+
+def _around(owner: object, name: str, other: Callable) -> Plant:
+    """Put `other` in the place of a method; it is given the real one first."""
+
+    def plant() -> AbstractContextManager[object]:
+        real = getattr(owner, name)
+
+        def wrapped(*args: object, **kwargs: object) -> object:
+            return other(real, *args, **kwargs)
+
+        return mock.patch.object(owner, name, wrapped)
+
+    return plant
+
+
+_S, _SE, _SA = SenderState, SenderEvent, SenderAction
+_R, _RE, _RA = ReceiverState, ReceiverEvent, ReceiverAction
+_L, _LE, _LA = LaunchState, LaunchEvent, LaunchAction
+
+PLANTED: dict[str, Plant] = {
+    # Integrity.
+    "digests are not compared": _instead(recv_buffer, "block_digests", _blind_digests),
+    "no fence before bytes are read": _instead(FakeTransferEngine, "fence", _nothing),
+    "a request runs before its KV is here": _instead(
+        DecodeScheduler, "_join_received", _join_early
+    ),
+    "Ready names blocks in the wrong order": _around(PrefillWorker, "_ready", _wrong_order),
+    "given ids are computed by the prompt's kernel": lambda: mock.patch.object(
+        PrefillChunk, "is_replay", property(lambda _: False)
+    ),
+    "blocks are reused while they are written": _instead(Quarantine, "give_back", _free_at_once),
+    "a block is given to two requests": _around(BlockPool, "allocate", _allocate_twice),
+    # Delivery.
+    "a failed leg says that it finished": lambda: mock.patch(
+        "neuron_di.testing.sim_legs.failed", _fails_as_success
+    ),
+    "a continuation forgets the newest tokens": _instead(RequestRecord, "count_token", _count_once),
+    "a continuation starts from nothing": lambda: mock.patch.object(
+        Attempt, "first_index", property(lambda _: 0)
+    ),
+    "decode's tokens overtake prefill's": _both(
+        _row(LAUNCH, (_L.LAUNCHED, _LE.DECODE_TOKEN), LaunchStep(_L.DECODING, (_LA.EMIT,))),
+        _instead(launch._Running, "_due", _any_index),
+    ),
+    "errors of the engine are dropped": _around(LiveLegs, "dispatch", _deaf_to_errors),
+    "a failure ends the stream without a word": _around(RequestRunner, "run", _silent_end),
+    "both legs draw other numbers": _around(launch, "DecodeLeg", _other_seed),
+    "text does not go on from what was given": _instead(Engine, "_accept_given", _without_text),
+    "nothing is tried again": _instead(RequestRunner, "_may_go_on", lambda *_: False),
+    # Leaks.
+    "a cancelled request keeps its blocks": _instead(Engine, "cancel", _nothing),
+    "a leg that is not wanted is not closed": _instead(SimLeg, "close", _nothing),
+    "a request keeps its place in the proxy": _around(Admission, "admit", _admit_for_ever),
+    "an ended decode leg forgets its hand-over": _instead(RecvBuffer, "cancel", _nothing),
+    "leases do not end": _instead(SendBuffer, "_sweep", _nothing),
+    "prefill's leg forgets its hand-over": _instead(SendBuffer, "drop", _nothing),
+    "quarantined blocks are not let go": _without(SENDER, (_S.RECALLED, _SE.ABORT), _SA.LET_GO),
+    # Fencing and failover.
+    "blocks that are given up look as before": _instead(KvPool, "retire", _nothing),
+    "a lost worker's legs are not told": _instead(Inbox, "lose", _nothing),
+}
+
+MASKED: dict[str, tuple[Plant, str]] = {
+    "Done releases nothing": (
+        _without(SENDER, (_S.PULLING, _SE.DONE), _SA.RELEASE),
+        "the proxy closes the prefill leg a second after the end, which frees its blocks",
+    ),
+    "a failed copy fails nothing": (
+        _without(RECEIVER, (_R.PULLING, _RE.BROKE), _RA.FAIL),
+        "the token that the engine polls is completed with the error in any case",
+    ),
+    "decode keeps a hand-over that is denied": (
+        _row(RECEIVER, (_R.ASKING, _RE.NEVER), ReceiverStep(_R.ASKING, (_RA.COUNT_STALE,))),
+        "prefill's own leg says why it failed, and the proxy closes both",
+    ),
+    "a predecessor's KV is asked of its successor": (
+        _instead(SendPeers, "_why_refused", _skipping),
+        "Ready states the incarnation, and digests are seeded by it",
+    ),
+    "nobody learns who failed": (
+        _instead(Health, "blame", _nothing),
+        "an attempt avoids the worker that failed the one before, and probes find it",
+    ),
+    "a forgotten Abort": (
+        _without(RECEIVER, (_R.HELD, _RE.CANCEL), _RA.SEND_ABORT),
+        "the proxy closes the prefill leg as well, and else the lease ends",
+    ),
+    "parked KV is given up by nobody": (
+        _row(SENDER, (_S.PARKED, _SE.LEASE_ENDED), SenderStep(_S.PARKED, ())),
+        "the leg has a deadline, at the worker and at the proxy",
+    ),
+}

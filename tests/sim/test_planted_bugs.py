@@ -1,0 +1,57 @@
+"""Negative controls: with any one protection taken away, the simulation must notice."""
+
+import sys
+
+import pytest
+from planted_bugs import MASKED, PLANTED
+
+from neuron_di.testing.sim import describe, main
+from neuron_di.testing.swarm import run_seed
+
+SEEDS_MAX = 1000
+
+
+def seed_that_notices(name):
+    """The first seed that breaks a promise while this bug is there; None: no seed does."""
+    with PLANTED[name]():
+        for seed in range(SEEDS_MAX):
+            if run_seed(seed).failures:
+                return seed
+    return None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_caught(name, record_property, capsys):
+    seed = seed_that_notices(name)
+    record_property("seed", seed)
+    with capsys.disabled():
+        words = "not caught" if seed is None else f"caught by seed {seed}"
+        sys.stdout.write(f"\n  planted: {name}: {words} ")
+    assert seed is not None
+    assert not run_seed(seed).failures, "the seed must be a good one without the bug"
+
+
+def test_there_are_enough_of_them():
+    assert len(PLANTED) >= 20
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_what_is_masked_can_be_planted(name):
+    plant, why = MASKED[name]
+    assert why
+    with plant():
+        run_seed(0)  # the bug is there, and a second protection with it
+
+
+def test_a_failing_seed_is_described_and_named(capsys):
+    with PLANTED["digests are not compared"]():
+        seed = seed_that_notices("digests are not compared")
+        run = run_seed(seed)
+        assert main(["--start", str(seed), "--seeds", "1"]) == 1
+    wrong = next(failure for failure in run.failures if failure.kind == "wrong")
+    words = "\n".join(describe(run))
+    assert wrong.request in words
+    assert f"make sim SEED={seed}" in words
+    assert "says Token" in words  # its events
+    assert capsys.readouterr().out.rstrip().endswith(f"failing     {seed}")

@@ -1,0 +1,100 @@
+import pytest
+
+from neuron_di.clock import use_clock
+from neuron_di_proxy.breaker import FAILURES_MAX, OPEN_S, WINDOW_S, Breaker
+
+
+class HandClock:
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic_s(self):
+        return self.now
+
+    def unix_s(self):
+        return self.now
+
+    def sleep_s(self, duration_s):
+        self.now += duration_s
+
+
+@pytest.fixture
+def clock():
+    with use_clock(clock := HandClock()):
+        yield clock
+
+
+def fail(breaker, clock, times, every_s=1.0):
+    for _ in range(times):
+        clock.now += every_s
+        breaker.fail()
+
+
+@pytest.fixture
+def opened(clock):
+    breaker = Breaker()
+    fail(breaker, clock, FAILURES_MAX)
+    return breaker
+
+
+def test_it_opens_with_the_fifth_failure(clock):
+    breaker = Breaker()
+    fail(breaker, clock, FAILURES_MAX - 1)
+    assert (breaker.state(), breaker.admits()) == ("closed", True)
+    fail(breaker, clock, 1)
+    assert (breaker.state(), breaker.admits()) == ("open", False)
+
+
+def test_failures_long_ago_do_not_count(clock):
+    breaker = Breaker()
+    fail(breaker, clock, 20, every_s=WINDOW_S / (FAILURES_MAX - 1) + 0.1)
+    assert breaker.state() == "closed"
+    fail(breaker, clock, FAILURES_MAX - 1, every_s=1.0)
+    assert breaker.state() == "open"
+
+
+def test_failures_at_the_same_moment_are_one(clock):
+    breaker = Breaker()
+    fail(breaker, clock, 1000, every_s=0.0)
+    assert breaker.state() == "closed"
+
+
+def test_one_at_a_time_is_tried_when_it_was_open_for_long_enough(clock, opened):
+    clock.now += OPEN_S - 0.1
+    assert not opened.admits()
+    clock.now += 0.1
+    assert (opened.state(), opened.admits()) == ("half_open", True)
+    assert opened.begin()
+    assert not opened.admits()
+    opened.end_trial()
+    assert opened.admits()
+
+
+def test_two_successes_close_it(clock, opened):
+    clock.now += OPEN_S
+    opened.succeed()
+    assert opened.state() == "half_open"
+    opened.succeed()
+    assert opened.state() == "closed"
+    fail(opened, clock, FAILURES_MAX - 1)
+    assert opened.state() == "closed"  # what was before is forgotten
+
+
+def test_a_failed_trial_opens_it_again(clock, opened):
+    clock.now += OPEN_S
+    opened.succeed()
+    opened.fail()
+    assert opened.state() == "open"
+    clock.now += OPEN_S
+    opened.succeed()
+    assert opened.state() == "half_open"  # the success before the failure does not count
+
+
+def test_requests_from_before_it_opened_are_no_trials(clock):
+    breaker = Breaker()
+    assert not breaker.begin()
+    fail(breaker, clock, FAILURES_MAX)
+    breaker.succeed()
+    assert breaker.state() == "open"
+    clock.now += OPEN_S
+    assert breaker.admits()

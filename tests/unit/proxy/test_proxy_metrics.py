@@ -1,0 +1,181 @@
+"""What GET /metrics says."""
+
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from running_proxy import AT_ONCE, RunningProxy, until
+from scripted_worker import make_record, token
+
+from neuron_di.wire import Failed
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.metrics import Metrics
+from neuron_di_proxy.receipts import AttemptReceipt, Receipt
+from neuron_di_proxy.self_test import PairResult
+
+FIELDS = {"model": "tiny", "prompt": "hi"}
+
+
+async def samples(proxy):
+    """Every sample's value by name and labels."""
+    async with proxy.http.get("/metrics") as response:
+        assert response.status == 200
+        assert response.content_type == "text/plain"
+        return parse(await response.text())
+
+
+def parse(text):
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_an_answer_is_counted(playing):
+    for _ in range(2):
+        await playing.proxy.post("/v1/completions", **FIELDS)
+    seen = await samples(playing.proxy)
+    assert seen["neuron_di_requests_total", "", "length"] == 2
+    assert seen["neuron_di_attempts_total", "length"] == 2
+    assert seen["neuron_di_ttft_seconds_count",] == 2
+    assert seen["neuron_di_itl_seconds_count",] == 8
+    assert seen["neuron_di_inflight",] == 0
+    assert seen["neuron_di_retry_budget",] == 100
+
+
+async def test_workers_are_counted_by_role_and_state(playing):
+    playing.proxy.directory.records.append(make_record("p9", "prefill", 1))
+    expected = {
+        ("neuron_di_workers", "prefill", "up"): 1,
+        ("neuron_di_workers", "decode", "up"): 1,
+        ("neuron_di_workers", "down", "prefill"): 1,
+    }
+
+    async def is_so():
+        return expected.items() <= (await samples(playing.proxy)).items()
+
+    await until(is_so)
+
+
+async def test_failures_are_counted_by_their_code(cluster):
+    async def refuse(leg):
+        await leg.send(Failed(code="over_capacity", message="", http_status=503, retryable=True))
+
+    cluster.prefill.script = refuse
+    await cluster.proxy.post("/v1/completions", **FIELDS)
+    await cluster.proxy.post("/v1/completions", model="tiny")
+    await cluster.proxy.post("/v1/completions", model="large", prompt="hi")
+    seen = await samples(cluster.proxy)
+    assert seen["neuron_di_requests_total", "error", "over_capacity"] == 1
+    assert seen["neuron_di_requests_total", "error", "invalid_request"] == 1
+    assert seen["neuron_di_requests_total", "error", "model_not_found"] == 1
+    assert seen["neuron_di_attempts_total", "over_capacity"] == 1
+
+
+async def test_a_client_that_leaves_is_counted(cluster):
+    body = FIELDS | {"stream": True}
+    opening = asyncio.create_task(cluster.proxy.http.post("/v1/completions", json=body))
+    await (await cluster.prefill.next_leg()).send(token(0))
+    (await opening).close()
+
+    async def is_so():
+        return ("neuron_di_requests_total", "", "cancelled") in await samples(cluster.proxy)
+
+    await until(is_so)
+
+
+async def test_two_proxies_count_apart(playing, stack):
+    other = await stack.enter_async_context(
+        RunningProxy(ProxyConfig(limits=AT_ONCE), playing.proxy.directory.records)
+    )
+    await playing.proxy.post("/v1/completions", **FIELDS)
+    assert ("neuron_di_requests_total", "", "length") not in await samples(other)
+
+
+class NoGauges:
+    results: tuple = ()
+
+    def num_running(self):
+        return 3
+
+    def retry_budget(self):
+        return 1.5
+
+    def health_reports(self):
+        return []
+
+    def pair_results(self):
+        return self.results
+
+
+def receipt(*attempts, **changes):
+    fields = {
+        "request_id": "r1",
+        "attempt": 0,
+        "model": "tiny",
+        "prefill_worker": "p1",
+        "decode_worker": "d1",
+        "finish_reason": "stop",
+        "num_prompt": 1,
+        "num_generated": 1,
+        "ttft_s": None,
+        "itl_mean_s": None,
+        "e2e_s": 1.0,
+        "attempts": list(attempts),
+        "continued": 0,
+        "grade": None,
+        "link": "",
+        "kv_bytes": 0,
+        "transfer_s": 0.0,
+        "verify_s": 0.0,
+        "prefill": None,
+        "decode": None,
+    }
+    return Receipt(**(fields | changes))
+
+
+def attempt(code):
+    return AttemptReceipt(
+        attempt=0,
+        prefill_worker="p1",
+        decode_worker="d1",
+        first_index=0,
+        num_tokens=0,
+        code=code,
+        blamed=None,
+    )
+
+
+def test_every_attempt_and_each_continued_answer_is_counted():
+    metrics = Metrics(NoGauges())
+    metrics.count(
+        receipt(attempt("peer_gone"), attempt("kv_corrupt"), attempt(None), grade="exact"), None
+    )
+    seen = parse(metrics.text().decode())
+    assert seen["neuron_di_continued_total", "exact"] == 1
+    for reason in ("peer_gone", "kv_corrupt", "stop"):
+        assert seen["neuron_di_attempts_total", reason] == 1
+
+
+@pytest.mark.parametrize("code", ["made_up_by_a_worker", "x" * 10_000])
+def test_a_code_that_is_not_ours_makes_no_label(code):
+    metrics = Metrics(NoGauges())
+    metrics.count(receipt(attempt(code), finish_reason="error"), code)
+    seen = parse(metrics.text().decode())
+    assert seen["neuron_di_requests_total", "error", "other"] == 1
+    assert seen["neuron_di_attempts_total", "other"] == 1
+
+
+def test_a_pair_is_shown_once_as_its_last_processes_are():
+    gauges = NoGauges()
+    decode = make_record("d1", "decode")
+    gauges.results = (
+        PairResult(make_record("p1", "prefill"), decode, "failed", "x", 0.0),
+        PairResult(make_record("p1", "prefill", incarnation="later"), decode, "ok", "", 1.0),
+        PairResult(make_record("p2", "prefill"), decode, "failed", "x", 0.0),
+    )
+    seen = parse(Metrics(gauges).text().decode())
+    assert seen["neuron_di_pair_degraded", "d1", "p1"] == 0
+    assert seen["neuron_di_pair_degraded", "d1", "p2"] == 1
+    assert (seen["neuron_di_inflight",], seen["neuron_di_retry_budget",]) == (3, 1.5)

@@ -1,0 +1,149 @@
+"""A child process is heard, started again, and never left behind."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from neuron_di.child import BACKOFF_S_MAX, LONG_LIFE_S, STARTS_REFUSED_MAX, Backoff, Child, end
+from neuron_di.clock import Deadline
+from neuron_di.errors import ConfigError, PeerGone, PeerTimeout
+from neuron_di.obs import LaunchReport
+
+READY = """print('{"event": "ready", "url": "here"}', flush=True)"""
+FAILED = """print('{"event": "failed", "message": "no such model"}', flush=True)"""
+WAIT = "import signal; signal.pause()"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+DEADLINE_S = 30.0
+
+
+def python(*lines: str) -> list[str]:
+    return [sys.executable, "-c", "\n".join(lines)]
+
+
+@asynccontextmanager
+async def child_of(command: Callable[[], Sequence[str]]) -> AsyncIterator[Child]:
+    child = Child("prefill-0", command, backoff=Backoff(min_s=0.001, max_s=0.001))
+    try:
+        yield child
+    finally:
+        child.kill()
+        await child.gone()
+
+
+async def start(child: Child, timeout_s: float = DEADLINE_S) -> tuple[LaunchReport, list[str]]:
+    said: list[str] = []
+    ready = await child.start(
+        Deadline.after(timeout_s), lambda name, report: said.append(f"{name} {report.event}")
+    )
+    return ready, said
+
+
+def test_the_wait_doubles_until_a_life_was_long():
+    backoff = Backoff()
+    waits = [backoff.after(lived_s) for lived_s in (0.0, 59.9, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)]
+    assert waits == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, BACKOFF_S_MAX, BACKOFF_S_MAX]
+    assert [backoff.after(LONG_LIFE_S), backoff.after(0.0)] == [0.2, 0.4]
+
+
+async def test_a_child_is_heard_until_it_is_ready_and_may_print_on():
+    noise = """print('{"event": "loading"}\\nnot a report')"""
+    flood = "print('x' * 1_000_000, flush=True)"
+    async with child_of(lambda: python(noise, READY, flood)) as child:
+        ready, said = await start(child)
+        assert (ready.url, child.is_ready) == ("here", True)
+        assert said == ["prefill-0 loading", "prefill-0 ready"]
+        assert await child.life() == "prefill-0 ended by itself with code 0"
+        assert (child.pid, child.is_ready) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "timeout_s", "error", "words"),
+    [
+        ((FAILED, WAIT), DEADLINE_S, ConfigError, "prefill-0: no such model"),
+        (("raise SystemExit(3)",), DEADLINE_S, PeerGone, "prefill-0 ended with code 3"),
+        ((WAIT,), 0.01, PeerTimeout, "prefill-0 was not ready in time"),
+    ],
+)
+async def test_one_that_does_not_get_ready_is_gone(lines, timeout_s, error, words):
+    async with child_of(lambda: python(*lines)) as child:
+        with pytest.raises(error, match=words):
+            await start(child, timeout_s)
+        await asyncio.wait_for(child.gone(), DEADLINE_S)
+        assert child.pid is None
+
+
+async def test_one_that_ends_is_started_again():
+    told: list[str] = []
+    lives = iter([(READY, "raise SystemExit(7)"), ("raise SystemExit(1)",), (READY, WAIT)])
+    async with child_of(lambda: python(*next(lives))) as child:
+        await start(child)
+        is_back = asyncio.Event()
+
+        def tell(words: str) -> None:
+            told.append(words)
+            if "is back" in words:
+                is_back.set()
+
+        watch = asyncio.create_task(child.keep_up(DEADLINE_S, tell))
+        await asyncio.wait_for(is_back.wait(), DEADLINE_S)
+        assert told == [
+            "prefill-0 ended by itself with code 7; starting it again in 0.001 s",
+            "prefill-0 ended with code 1 before it was ready; starting it again in 0.001 s",
+            f"prefill-0 is back (pid {child.pid})",
+        ]
+        is_back.clear()
+        lives = iter([(READY, WAIT)])
+        child.kill()
+        await asyncio.wait_for(is_back.wait(), DEADLINE_S)
+        assert told[-2] == "prefill-0 was ended by signal 9; starting it again in 0.001 s"
+        watch.cancel()
+
+
+async def test_one_that_refuses_to_start_is_given_up():
+    told: list[str] = []
+    num_starts = 0
+
+    def command() -> list[str]:
+        nonlocal num_starts
+        num_starts += 1
+        return python(READY) if num_starts in (1, 4) else python(FAILED)
+
+    async with child_of(command) as child:
+        await start(child)
+        words = await asyncio.wait_for(child.keep_up(DEADLINE_S, told.append), DEADLINE_S)
+    assert words == "prefill-0: no such model"
+    # Two refusals before the one good start do not count any more.
+    assert num_starts == 4 + STARTS_REFUSED_MAX
+    assert told.count(f"{words}; starting it again in 0.001 s") == 2 + STARTS_REFUSED_MAX - 1
+
+
+async def test_the_end_is_asked_for_and_then_made():
+    async with (
+        child_of(lambda: python(READY, WAIT)) as polite,
+        child_of(lambda: python(DEAF, READY, WAIT, WAIT)) as deaf,
+        child_of(lambda: python(READY)) as never_started,
+    ):
+        await start(polite)
+        await start(deaf)
+        pids = [polite.pid, deaf.pid]
+        await end([polite, never_started], DEADLINE_S)
+        assert await polite.life() == "prefill-0 was ended by signal 15"
+        await end([deaf], 0.05)
+        assert await deaf.life() == "prefill-0 was ended by signal 9"
+    assert not any(psutil.pid_exists(pid) for pid in pids if pid is not None)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing():
+    async with child_of(lambda: python(WAIT)) as child:
+        starting = asyncio.create_task(start(child))
+        while child.pid is None:  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.001)
+        pid = child.pid
+        starting.cancel()
+        await asyncio.wait({starting})
+        await asyncio.wait_for(child.gone(), DEADLINE_S)
+        assert not psutil.pid_exists(pid)
