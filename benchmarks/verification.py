@@ -30,16 +30,7 @@ from neuron_di.testing import write_random_checkpoint
 MODULE = "benchmarks.verification"
 PROMISED_SHARE = 0.02  # of TTFT, both workers' work together
 NEW_TOKENS = 4
-COLUMNS = (
-    "model",
-    "prompt",
-    "KV",
-    "TTFT",
-    "digest (prefill)",
-    "verify (decode)",
-    "µs per MB, both",
-    "% of TTFT, both",
-)
+COLUMNS = ("model", "prompt", "KV", "TTFT", "digest", "verify", "µs/MB", "% of TTFT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +57,26 @@ class Series:
     prompt_tokens: int
     samples: list[Sample]
 
-    def row(self) -> tuple[str, ...]:
+    def row(self, *, with_ranges: bool) -> tuple[str, ...]:
+        """Medians, with the least and the most in brackets if wanted."""
         samples = self.samples
+
+        def words(values: list[float], digits: int = 1) -> str:
+            spread = Spread.of(values)
+            text = f"{spread.median:,.{digits}f}"
+            if with_ranges:
+                text += f" ({spread.least:,.{digits}f} to {spread.most:,.{digits}f})"
+            return text
+
         return (
             self.model,
             f"{self.prompt_tokens:,}",
             f"{samples[0].kv_bytes / 1e6:,.1f} MB",
-            _spread([sample.ttft_s * 1e3 for sample in samples], "ms"),
-            _spread([sample.digest_s * 1e6 for sample in samples], "µs"),
-            _spread([sample.verify_s * 1e6 for sample in samples], "µs"),
-            _spread([sample.us_per_mb() for sample in samples], ""),
-            _spread([sample.share() * 100 for sample in samples], "%"),
+            words([sample.ttft_s * 1e3 for sample in samples]) + " ms",
+            words([sample.digest_s * 1e3 for sample in samples], 2) + " ms",
+            words([sample.verify_s * 1e3 for sample in samples], 2) + " ms",
+            words([sample.us_per_mb() for sample in samples], 0),
+            words([sample.share() * 100 for sample in samples], 2),
         )
 
     def median_share(self) -> float:
@@ -150,7 +150,7 @@ def print_table(console: Console, series: list[Series]) -> None:
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "model" else "right")
     for each in series:
-        table.add_row(*each.row())
+        table.add_row(*each.row(with_ranges=False))
     console.print(table)
 
 
@@ -167,7 +167,9 @@ def write(series: list[Series], command: str, folder: Path) -> None:
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---|" + "---:|" * (len(COLUMNS) - 1),
-        *(f"| {' | '.join(each.row())} |" for each in series),
+        *(f"| {' | '.join(each.row(with_ranges=True))} |" for each in series),
+        "",
+        "*digest*: by the prefill worker; *verify*: by the decode worker; then both together.",
         "",
         verdict(series),
         "",
@@ -190,13 +192,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--results", type=Path, default=Path(__file__).parent / "results", help="folder to write to"
     )
     return parser
-
-
-def _spread(values: list[float], unit: str) -> str:
-    spread = Spread.of(values)
-    digits = 2 if unit == "%" else 1
-    text = f"{spread.median:,.{digits}f} ({spread.least:,.{digits}f} to {spread.most:,.{digits}f})"
-    return f"{text} {unit}".rstrip()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Every deadline and every bound on what one process waits for or keeps for another.
+"""The deadlines and bounds on what one process waits for or keeps for another.
 
-One table: an operator sets them as flags, variables or TOML keys like any option. Each wait on
-a peer ends by one of them.
+An operator sets them as flags, variables or TOML keys like any option. What follows from them or
+from the protocol (how often a waiting leg says that it lives, how a lost connection is retried)
+is a named constant where it is used.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class LimitOptions:
     idle_timeout_s: float = option(
         "seconds a worker's connection may stay silent within a request",
         default=15.0,
-        at_least=0.1,
+        at_least=3,
         at_most=86_400,
     )
     stall_timeout_s: float = option(
@@ -139,7 +140,9 @@ class HandOverOptions:
         "decode workers that a prefill worker talks to at once", default=256, at_least=1
     )
     remembered_max: int = option(
-        "ended requests that a worker still knows as ended", default=4096, at_least=16
+        "ended requests that a worker still knows, and early look-ups that it keeps",
+        default=4096,
+        at_least=16,
     )
 
     def transfer_deadline_s(self, num_bytes: int) -> float:

@@ -15,6 +15,7 @@ STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 1024
 STOP_TOKEN_IDS_MAX = 128
 LOGPROBS_MAX = 20
+REPETITION_PENALTY_MIN = 0.01  # smaller ones leave the range of float32
 
 _SEED_MIN, _SEED_MAX = -(1 << 63), (1 << 63) - 1
 
@@ -47,7 +48,7 @@ def check_sampling(params: SamplingParams, num_vocab: int | None = None) -> None
     _check_range("min_p", params.min_p, 0, 1)
     _check_range("presence_penalty", params.presence_penalty, -2, 2)
     _check_range("frequency_penalty", params.frequency_penalty, -2, 2)
-    _check_range("repetition_penalty", params.repetition_penalty, 0, 2, low_is_allowed=False)
+    _check_range("repetition_penalty", params.repetition_penalty, REPETITION_PENALTY_MIN, 2)
     _check_range("seed", params.seed, _SEED_MIN, _SEED_MAX)
     if params.top_k < 0:
         raise BadRequest("top_k must be 0 (off) or more", param="top_k")
@@ -122,7 +123,7 @@ def _finish(request: Request, reason: FinishReason, stop_token_id: int | None) -
 
 
 def _check_range(
-    name: str, value: float, low: int, high: int, *, low_is_allowed: bool = True
+    name: str, value: float, low: float, high: float, *, low_is_allowed: bool = True
 ) -> None:
     # Written so that NaN, which compares false with everything, is refused.
     if not (low <= value <= high) or (value == low and not low_is_allowed):

@@ -1,8 +1,8 @@
 """Which buffer serves which peer: static 1P1D or dynamic xPyD (seed N-37, N-38, N-42, N-43).
 
     a static buffer, if there is one; else by key:
-    prefill   key ""              one SendBuffer for every decode worker
-    decode    key (host, port)    one RecvBuffer for each prefill worker
+    prefill   key ""                           one SendBuffer for every decode worker
+    decode    key (host, port, incarnation)    one RecvBuffer for each prefill worker
 
 The proxy decides who talks to whom and says so in typed fields of the leg (N-45). A buffer
 is made at its first use, its connection in the background: other requests keep running.
@@ -66,7 +66,7 @@ class NeuronConnector:
         self._send_buffer: SendBuffer | None = None
         self._num_connections = 0
         self.counters = HandOverCounters()
-        self.connection_dict: dict[tuple[str, int], RecvBuffer] = {}
+        self.connection_dict: dict[tuple[str, int, Incarnation], RecvBuffer] = {}
 
     def open_send_buffer(self, on_end: OnEnd) -> SendBuffer:
         """Prefill, once at start: bind the signal link."""
@@ -90,14 +90,13 @@ class NeuronConnector:
 
         PeerRefused when this worker is bound to another partner.
         """
-        key = (peer.signal_host, peer.signal_port)
         static_peer = self._options.static_peer
-        if static_peer is not None and static_peer != f"{key[0]}:{key[1]}":
+        if static_peer is not None and static_peer != f"{peer.signal_host}:{peer.signal_port}":
             raise PeerRefused(f"{self._local.worker_id} is bound to {static_peer}")
+        # The same address may be another process by now: its KV is another process's. Which of
+        # the two is gone, the handshake or silence will show.
+        key = (peer.signal_host, peer.signal_port, peer.incarnation)
         buffer = self.connection_dict.get(key)
-        # The same address may be another process by now: its KV is another process's.
-        if buffer is not None and buffer.peer.incarnation != peer.incarnation:
-            buffer.close()
         if buffer is None or buffer.is_broken:
             _log.info("recv_buffer_made", peer=peer.worker_id)
             self._forget_broken()

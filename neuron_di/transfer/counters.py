@@ -11,3 +11,4 @@ class HandOverCounters:
     num_leases_ended: int = 0
     num_signals_refused: int = 0  # messages that could not be understood or allowed
     num_stale: int = 0  # messages that came too late or twice
+    kv_bytes_in_flight: int = 0  # posted to be received, of all peers together

@@ -129,6 +129,8 @@ class PrefillLink:
         incarnation = self.peer.incarnation
         try:
             region = await self._shake_hands()
+            # From here on the peer forgets us if we are silent, however long connecting takes.
+            self._heartbeat = self._loop.call_later(self._limits.heartbeat_s, self._beat)
             # Mapping or connecting may block, so neither this loop nor the engine does it.
             await self._loop.run_in_executor(None, self._transfer.connect, incarnation, region)
         except NeuronDiError as error:
@@ -141,7 +143,6 @@ class PrefillLink:
             self._on_broken(self.broken)
             raise self.broken
         _log.info("connected", peer=self.peer.worker_id, address=self._address)
-        self._heartbeat = self._loop.call_later(self._limits.heartbeat_s, self._beat)
 
     async def _shake_hands(self) -> Region:
         """Say who we are, and learn where the peer's pool lies."""

@@ -273,6 +273,7 @@ class RecvBuffer:
             _log.error("kv_mismatch", request=key[0], peer=self.peer.worker_id)
         if entry.late is not None:
             entry.late.cancel()
+        self._counters.kv_bytes_in_flight -= len(entry.block_ids) * self._block_bytes
         is_wanted = entry.state is _STATE.PULLING
         if error is None:
             self._happen(key, _EVENT.ARRIVED)
@@ -337,10 +338,10 @@ class RecvBuffer:
     def _post_receive(self, key: Key, entry: _Entry) -> None:
         assert entry.ready is not None, "only what was promised is pulled"
         source = BlockSource(entry.ready.block_ids, entry.ready.generations)
-        num_bytes = len(entry.block_ids) * self._block_bytes
-        entry.late = self._loop.call_later(
-            self._limits.transfer_deadline_s(num_bytes), self._on_late, key
-        )
+        # Transfers may wait for each other: what was posted before counts, too.
+        self._counters.kv_bytes_in_flight += len(entry.block_ids) * self._block_bytes
+        timeout_s = self._limits.transfer_deadline_s(self._counters.kv_bytes_in_flight)
+        entry.late = self._loop.call_later(timeout_s, self._on_late, key)
         try:
             copied = self._transfer.post_receive(self.peer.incarnation, source, entry.block_ids)
         except Exception as bug:  # a receive that was never posted must not be waited for

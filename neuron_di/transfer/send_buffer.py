@@ -9,7 +9,6 @@ Next: neuron_di/wire/handoff.py
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from neuron_di.clock import Deadline
 from neuron_di.config import HandOverOptions
@@ -26,6 +25,7 @@ from neuron_di.errors import (
 from neuron_di.obs import get_logger
 from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.identity import LocalWorker
+from neuron_di.transfer.send_entry import Cause, Entry
 from neuron_di.transfer.send_peers import Identity, Peer, SendPeers
 from neuron_di.transfer.signal_link import SignalTransport
 from neuron_di.transfer.transfer_engine import TransferEngine, TransferToken
@@ -62,31 +62,9 @@ Key = tuple[RequestId, int]
 # used again once `held_by`, if there is one, is done.
 OnEnd = Callable[[Key, Done | NeuronDiError, TransferToken | None], None]
 
+_NO_CAUSE = Cause()
 _ACTION, _EVENT, _STATE = SenderAction, SenderEvent, SenderState
 _GIVEN_UP = (SenderState.RECALLED, SenderState.OVER)
-
-
-@dataclass(slots=True)
-class _Entry:
-    state: SenderState = SenderState.UNKNOWN
-    reader: Identity | None = None
-    reader_incarnation: Incarnation | None = None
-    lease: Deadline | None = None  # None: the prefill is ours and runs under its own deadline
-    lease_max: Deadline | None = None
-    ready: Ready | None = None
-    send: TransferToken | None = None  # of a two-sided engine; done at once in a one-sided one
-    quarantine: TransferToken | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Cause:
-    """What an event brings along for the actions that it sets off."""
-
-    peer: Identity | None = None
-    incarnation: Incarnation | None = None
-    reason: str = ""
-    error: NeuronDiError | None = None
-    done: Done | None = None
 
 
 class SendBuffer:
@@ -121,7 +99,7 @@ class SendBuffer:
             on_lost=self._on_peer_lost,
         )
         self._link, self.port = transport.bind(host, port, self._on_frames)
-        self.lookup_dict: dict[Key, _Entry] = {}
+        self.lookup_dict: dict[Key, Entry] = {}
         self._over: Remembered[Key, str] = Remembered(limits.remembered_max)  # and why
         self._latest: Remembered[RequestId, int] = Remembered(limits.remembered_max)  # attempt
         self._accepting: set[asyncio.Task[None]] = set()
@@ -161,7 +139,7 @@ class SendBuffer:
     def drop(self, request_id: RequestId, attempt: int, reason: str) -> None:
         """The request is over on this side: failed, cancelled, or complete with its first token."""
         error = KvMissing(f"the prefill worker gave the request up: {reason}")
-        self._happen((request_id, attempt), _EVENT.DROP, _Cause(reason=reason, error=error))
+        self._happen((request_id, attempt), _EVENT.DROP, Cause(reason=reason, error=error))
 
     def close(self) -> None:
         self._sweeper.cancel()
@@ -206,7 +184,7 @@ class SendBuffer:
         if entry is not None and entry.reader not in (None, identity):
             raise RemoteProtocolError("this request belongs to another worker")
         if isinstance(message, LookupAll):
-            if entry is None and len(self.lookup_dict) >= self._limits.remembered_max:
+            if entry is None and self._num_early() >= self._limits.remembered_max:
                 self._send(identity, _never(key, "this prefill worker has too many open requests"))
                 return
         elif entry is not None and entry.reader is None:
@@ -214,13 +192,19 @@ class SendBuffer:
             return
         if isinstance(message, Pull) and entry is not None and entry.ready is not None:
             _check_pull(message, entry.ready)
-        cause = _Cause(peer=identity, incarnation=peer.incarnation)
+        cause = Cause(peer=identity, incarnation=peer.incarnation)
         if isinstance(message, Done):
-            cause = _Cause(peer=identity, done=message, reason="it was handed over")
+            cause = Cause(peer=identity, done=message, reason="it was handed over")
         elif isinstance(message, Abort):
             error = KvMissing(f"the decode worker gave up: {message.reason}")
-            cause = _Cause(peer=identity, reason=message.reason, error=error)
+            cause = Cause(peer=identity, reason=message.reason, error=error)
         self._happen(key, _EVENTS[type(message)], cause)
+
+    def _num_early(self) -> int:
+        """Look-ups whose prefill leg has not come."""
+        if len(self.lookup_dict) < self._limits.remembered_max:
+            return 0  # few of any kind: no need to count
+        return sum(entry.state is _STATE.ASKED for entry in self.lookup_dict.values())
 
     def _start_accepting(self, identity: Identity, peer: Peer, message: KvMapInit) -> None:
         if peer.is_connecting:
@@ -243,9 +227,9 @@ class SendBuffer:
 
     # The table, carried out.
 
-    def _happen(self, key: Key, event: SenderEvent, cause: _Cause = _Cause()) -> None:
+    def _happen(self, key: Key, event: SenderEvent, cause: Cause = _NO_CAUSE) -> None:
         """Move a hand-over by the table. Raises what the table forbids; nothing changed then."""
-        entry = self.lookup_dict.get(key) or _Entry(self._state_of(key))
+        entry = self.lookup_dict.get(key) or Entry(self._state_of(key))
         before = entry.state
         entry.state, actions = sender_step(before, event)
         if entry.state in _GIVEN_UP and before not in _GIVEN_UP:
@@ -267,7 +251,7 @@ class SendBuffer:
         is_late = key[1] < self._latest.get(key[0], 0)
         return self._over.get(key, "a later attempt took over" if is_late else "it is not here")
 
-    def _act(self, key: Key, entry: _Entry, action: SenderAction, cause: _Cause) -> None:
+    def _act(self, key: Key, entry: Entry, action: SenderAction, cause: Cause) -> None:
         match action:
             case _ACTION.NAME_READER:
                 entry.reader, entry.reader_incarnation = cause.peer, cause.incarnation
@@ -294,7 +278,7 @@ class SendBuffer:
             case _:
                 self._act_on_blocks(key, entry, action, cause)
 
-    def _act_on_blocks(self, key: Key, entry: _Entry, action: SenderAction, cause: _Cause) -> None:
+    def _act_on_blocks(self, key: Key, entry: Entry, action: SenderAction, cause: Cause) -> None:
         match action:
             case _ACTION.POST_SEND:
                 assert entry.ready is not None, "parked entries have it"
@@ -329,17 +313,17 @@ class SendBuffer:
                 else:  # the reader has let go, but our own send may still run
                     send.on_done(lambda _: quarantine.complete())
 
-    def _on_sent(self, key: Key, entry: _Entry, send: TransferToken) -> None:
+    def _on_sent(self, key: Key, entry: Entry, send: TransferToken) -> None:
         """A posted send ended, on any thread. Of a failed one the reader would never hear."""
         if (error := send.error()) is not None:
             self._loop.call_soon_threadsafe(self._on_send_failed, key, entry, error)
 
-    def _on_send_failed(self, key: Key, entry: _Entry, error: NeuronDiError) -> None:
+    def _on_send_failed(self, key: Key, entry: Entry, error: NeuronDiError) -> None:
         if self.lookup_dict.get(key) is entry:
             reason = f"the send failed: {error.code}"
-            self._happen(key, _EVENT.DROP, _Cause(reason=reason, error=error))
+            self._happen(key, _EVENT.DROP, Cause(reason=reason, error=error))
 
-    def _start_lease(self, entry: _Entry) -> None:
+    def _start_lease(self, entry: Entry) -> None:
         if entry.state is _STATE.RECALLED:
             entry.lease = Deadline.after(self._limits.quarantine_s)
         else:
@@ -348,7 +332,7 @@ class SendBuffer:
 
     def _on_peer_lost(self, identity: Identity, incarnation: Incarnation) -> None:
         error = KvMissing("the decode worker fell silent")
-        cause = _Cause(peer=identity, reason="the decode worker fell silent", error=error)
+        cause = Cause(peer=identity, reason="the decode worker fell silent", error=error)
         for key in [key for key, entry in self.lookup_dict.items() if entry.reader == identity]:
             self._happen(key, _EVENT.READER_LOST, cause)
         if not self._peers.is_connected(incarnation):
@@ -364,10 +348,10 @@ class SendBuffer:
                 self._counters.num_leases_ended += 1
                 _log.warning("kv_lease_ended", request=key[0])
             error = KvExpired("nobody pulled the KV before its lease ended")
-            cause = _Cause(reason="the lease ended", error=error)
+            cause = Cause(reason="the lease ended", error=error)
             self._happen(key, _EVENT.LEASE_ENDED, cause)
 
-    def _say(self, entry: _Entry, cause: _Cause, message: FromPrefill) -> None:
+    def _say(self, entry: Entry, cause: Cause, message: FromPrefill) -> None:
         """To whoever asked just now, else to whoever asked before, else to nobody."""
         if (identity := cause.peer or entry.reader) is not None:
             self._send(identity, message)

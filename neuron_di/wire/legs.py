@@ -115,7 +115,7 @@ class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decode_s: float = 0.0
     verify_s: float = 0.0  # prefill: digests made; decode: digests compared
     num_prompt: int = 0
-    num_generated: int = 0
+    num_generated: int = 0  # output ids known at its end, those that were given included
     link: str = ""  # name of the transfer engine; "" when nothing moved
     kv_blocks: int = 0
     kv_bytes: int = 0

@@ -140,7 +140,8 @@ class DecodeWorker:
         )
 
     def _finished(self, event: Ended, incoming: _Incoming) -> LegEvent:
-        assert incoming.pulled is not None
+        if incoming.pulled is None:
+            raise RemoteProtocolError("prefill handed over an answer that is complete already")
         reach("finishing")
         self.kv_bytes_received += incoming.pulled.kv_bytes
         return self._report.finished(

@@ -54,7 +54,14 @@ class LegReport:
         )
 
     def released(
-        self, timing: Timing, *, num_prompt: int, kv_blocks: int, verify_s: float, done: Done
+        self,
+        timing: Timing,
+        *,
+        num_prompt: int,
+        num_generated: int,
+        kv_blocks: int,
+        verify_s: float,
+        done: Done,
     ) -> Released:
         """The prompt was computed here, and the decode worker has it."""
         return Released(
@@ -65,7 +72,7 @@ class LegReport:
                 queued_s=timing.queued_s,
                 prefill_s=timing.prefill_s,
                 num_prompt=num_prompt,
-                num_generated=1,
+                num_generated=num_generated,
                 link=self._link,
                 kv_blocks=kv_blocks,
                 kv_bytes=done.kv_bytes,

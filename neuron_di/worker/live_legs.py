@@ -93,14 +93,14 @@ class LiveLegs:
         request_id, attempt = key
         if attempt < self._latest.get(request_id, 0):
             raise StaleAttempt("a later attempt at this request is known")
-        if len(self._queues) >= self._legs_max:
+        earlier = [(request_id, n) for n in range(attempt) if (request_id, n) in self._queues]
+        if len(self._queues) - len(earlier) >= self._legs_max:
             raise CapacityError(f"this worker answers {self._legs_max} requests already")
         if key in self._queues:
             raise BadRequest("this request id and attempt run here already")
         self._latest.set(request_id, attempt)
-        for earlier in range(attempt):
-            error = StaleAttempt("a later attempt took over")
-            self.dispatch([Broken((request_id, earlier), error)])
+        error = StaleAttempt("a later attempt took over")
+        self.dispatch([Broken(each, error) for each in earlier])
         queue = self._queues[key] = LegQueue(Deadline.after(timeout_s))
         try:
             yield queue

@@ -100,6 +100,7 @@ class PrefillWorker:
                 yield self._report.released(
                     parked.timing,
                     num_prompt=parked.request.num_prompt,
+                    num_generated=len(parked.request.generated),
                     kv_blocks=num_blocks,
                     verify_s=verify_s,
                     done=event.done,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import uvloop
 from aiohttp import web
 
-from neuron_di.config import WorkerOptions
+from neuron_di.config import HandOverOptions, WorkerOptions
 from neuron_di.errors import ConfigError, LocalProtocolError
 from neuron_di.obs import LaunchReport, get_logger, say
 from neuron_di.registry import Announcer, RegistryClient
@@ -22,6 +22,7 @@ _log = get_logger(__name__)
 
 def run_worker(options: WorkerOptions) -> None:
     """Run one worker until SIGTERM or SIGINT; it drains first. ConfigError if it cannot start."""
+    _check(options.hand_over)
     if options.core is not None:
         _pin(options.core)
     is_child = options.parent_pid is not None
@@ -40,6 +41,14 @@ def run_worker(options: WorkerOptions) -> None:
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options, model))
+
+
+def _check(limits: HandOverOptions) -> None:
+    if limits.peer_silence_s < 2 * limits.heartbeat_s:
+        raise ConfigError(
+            f"--peer-silence-s {limits.peer_silence_s:g} is less than two heartbeats "
+            f"(--heartbeat-s {limits.heartbeat_s:g}): every link would break"
+        )
 
 
 def _pin(core: int) -> None:

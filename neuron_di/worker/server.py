@@ -31,8 +31,10 @@ from neuron_di.worker.worker import Worker
 
 _log = get_logger(__name__)
 
-ALIVE_INTERVAL_S = 5.0
-ORPHAN_TIMEOUT_S = 15.0  # a proxy that reads or acknowledges nothing for so long is gone
+ALIVE_INTERVAL_S = 1.0
+# A proxy that reads or acknowledges nothing for so long is gone. It may have a client that does
+# not read, which it ends by itself before this.
+ORPHAN_TIMEOUT_S = 45.0
 
 LegT = TypeVar("LegT")
 RunLeg = Callable[[LegT], AsyncGenerator[LegEvent, None]]
@@ -112,7 +114,7 @@ async def _kept_alive(answer: web.StreamResponse) -> AsyncIterator[None]:
         yield
     finally:
         beating.cancel()
-        await asyncio.wait([beating])
+        await asyncio.gather(beating, return_exceptions=True)
 
 
 async def _write(answer: web.StreamResponse, line: bytes) -> None:

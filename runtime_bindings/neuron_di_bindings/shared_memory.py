@@ -13,6 +13,7 @@ import os
 import stat
 
 # Linux 5.14; not in the mmap module of Python 3.11.
+_POPULATE_BYTES = 16 << 20
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -66,7 +67,9 @@ def open_peer_segment(pid: int, fd: int, size_bytes: int) -> mmap.mmap:
             raise OSError(f"segment of process {pid} may shrink")
         view = mmap.mmap(local_fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         with contextlib.suppress(OSError):  # an older kernel maps each page at its first read
-            view.madvise(_MADV_POPULATE_READ)
+            # In pieces: each call holds the interpreter lock, and others must run meanwhile.
+            for start in range(0, size_bytes, _POPULATE_BYTES):
+                view.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_BYTES, size_bytes - start))
         return view
     finally:
         os.close(local_fd)

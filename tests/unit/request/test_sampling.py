@@ -23,7 +23,7 @@ def test_the_defaults_and_the_ends_of_every_range_are_allowed():
     check_sampling(SamplingParams())
     lowest = SamplingParams(
         max_tokens=1, temperature=0, top_p=1e-9, seed=-(2**63), presence_penalty=-2,
-        frequency_penalty=-2, repetition_penalty=1e-9, stop=("x",), stop_token_ids=(0,), logprobs=0,
+        frequency_penalty=-2, repetition_penalty=0.01, stop=("x",), stop_token_ids=(0,), logprobs=0,
     )  # fmt: skip
     highest = SamplingParams(
         max_tokens=None, min_tokens=10**9, temperature=2, top_k=10**9, top_p=1, min_p=1,
@@ -43,7 +43,7 @@ def test_the_defaults_and_the_ends_of_every_range_are_allowed():
         ("top_k", [-1]),
         ("presence_penalty", [-2.1, 2.1]),
         ("frequency_penalty", [-2.1, 2.1]),
-        ("repetition_penalty", [0.0, -1.0, 2.1]),
+        ("repetition_penalty", [0.0, 1e-38, 0.0099, -1.0, 2.1]),
         ("seed", [2**63, -(2**63) - 1]),
         ("logprobs", [-1, 21]),
         ("max_tokens", [0, -5]),

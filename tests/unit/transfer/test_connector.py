@@ -21,7 +21,8 @@ async def test_second_request_to_the_same_pair_opens_no_socket(cluster):
     prefill.park(RequestId("request-2"))
     await decode.hand_over(prefill, [2, 3], RequestId("request-2"))
     assert decode.buffer(prefill) is buffer
-    assert list(decode.connector.connection_dict) == [("127.0.0.1", prefill.buffer.port)]
+    key = ("127.0.0.1", prefill.buffer.port, prefill.local.incarnation)
+    assert list(decode.connector.connection_dict) == [key]
     assert len(os.listdir("/proc/self/fd")) == num_descriptors
 
 
@@ -69,9 +70,21 @@ async def test_same_address_with_another_incarnation_makes_another_buffer(cluste
     restarted.park()
     assert (await decode.hand_over(restarted, [0, 1])).error() is None
     assert (decode.pool.tensor()[0] == 103).all()
-    assert old_buffer.is_broken
     assert decode.buffer(restarted) is not old_buffer
-    assert len(decode.connector.connection_dict) == 1
+    await until(lambda: old_buffer.is_broken)  # it reached the new process, or nobody
+    assert not decode.buffer(restarted).is_broken
+    assert decode.connector.connections() == ["prefill-0"]
+
+
+async def test_a_late_leg_for_a_former_process_leaves_the_new_link_alone(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    await decode.buffer(prefill).connect()
+    former = msgspec.structs.replace(prefill.address, incarnation=new_incarnation())
+    with pytest.raises(StaleIncarnation):
+        await decode.connector.maybe_setup_buffer(former).connect()
+    assert not decode.buffer(prefill).is_broken
+    prefill.park()
+    assert (await decode.hand_over(prefill, [0, 1])).error() is None
 
 
 async def test_a_restarted_prefill_worker_is_stale_for_who_expects_the_old_one(cluster):

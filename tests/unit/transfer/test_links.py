@@ -1,11 +1,13 @@
 """Links that break, refusals in every state, and who may connect how often."""
 
 import asyncio
+import threading
 
 import msgspec
 import pytest
 from odd_engines import HeldEngine
 from transfer_kit import (
+    LAYOUT,
     QUICK,
     WAIT_S,
     BareDecode,
@@ -313,3 +315,50 @@ async def test_an_address_that_cannot_be_one_is_peer_gone(cluster):
     with pytest.raises(PeerGone):
         decode.connector.maybe_setup_buffer(address)
     assert decode.connector.connection_dict == {}
+
+
+class SlowlyConnected(HeldEngine):
+    """Maps the peer's pool when it is told to: many gigabytes take their time."""
+
+    def __init__(self, pool):
+        super().__init__(pool)
+        self.may_connect = threading.Event()
+
+    def connect(self, peer, region):
+        assert self.may_connect.wait(WAIT_S)
+        super().connect(peer, region)
+
+
+async def test_a_link_that_connects_for_longer_than_a_silence(cluster):
+    prefill = cluster.prefill(**QUICK)
+    decode = cluster.decode(make_transfer=SlowlyConnected, **QUICK)
+    decode.buffer(prefill)
+    await until(lambda: prefill.connector.connections() == ["decode-0"])
+    silence = Deadline.after(2 * QUICK["peer_silence_s"])
+    await until(silence.has_passed)
+    assert prefill.connector.connections() == ["decode-0"]
+    decode.transfer.may_connect.set()
+    prefill.park()
+    assert (await decode.hand_over(prefill, [0, 1])).error() is None
+
+
+async def test_a_transfers_time_counts_what_was_posted_before_it(cluster):
+    prefill = cluster.prefill()
+    bytes_per_s = 2.0 * LAYOUT.block_bytes  # a second for two blocks
+    decode = cluster.decode(
+        make_transfer=HeldEngine, transfer_timeout_s=10.0, transfer_bytes_per_s=bytes_per_s
+    )
+    decode.transfer.is_holding = True
+    buffer, loop = decode.buffer(prefill), asyncio.get_running_loop()
+    pulled, allowed_s = [], []
+    for number in range(3):
+        request_id = RequestId(f"r{number}")
+        ready = prefill.park(request_id)
+        await decode.lookup(prefill, request_id)
+        pulled.append(buffer.pull(ready, [BlockId(2 * number), BlockId(2 * number + 1)]))
+        allowed_s.append(buffer._entries[request_id, 0].late.when() - loop.time())
+    assert [round(each) for each in allowed_s] == [11, 12, 13]
+    decode.transfer.let_go()
+    for token in pulled:
+        assert (await end_of(token)).error() is None
+    await until(lambda: decode.connector.counters.kv_bytes_in_flight == 0)

@@ -75,11 +75,19 @@ async def test_a_later_attempt_ends_an_earlier_one_that_runs():
 
 
 async def test_a_refused_attempt_does_not_fence():
-    legs = LiveLegs(1, 16)
-    with legs.open((R, 0), LONG_S) as old:
-        with pytest.raises(CapacityError), legs.open((R, 1), LONG_S):
+    legs = LiveLegs(2, 16)
+    with legs.open((R, 0), LONG_S) as old, legs.open((RequestId("another"), 0), LONG_S):
+        with pytest.raises(CapacityError), legs.open((RequestId("third"), 1), LONG_S):
             pass
         assert old._queue.empty()
+    with legs.open((RequestId("third"), 0), LONG_S):
+        pass
+
+
+async def test_an_earlier_attempt_does_not_take_the_place_of_a_later():
+    legs = LiveLegs(1, 16)
+    with legs.open((R, 0), LONG_S) as old, legs.open((R, 1), LONG_S):
+        assert isinstance((await old.get()).error, StaleAttempt)
 
 
 async def test_what_is_remembered_of_attempts_is_bounded():

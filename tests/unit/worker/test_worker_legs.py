@@ -343,6 +343,17 @@ async def test_a_ready_that_does_not_add_up_is_refused(prefill, decode, fields):
     assert len(token_ids(first + rest)) == 12
 
 
+async def test_a_ready_that_is_a_whole_answer_already_is_refused(prefill, decode):
+    buffer = prefill.prefill._send_buffer
+    park = buffer.park
+    buffer.park = lambda ready: park(msgspec.structs.replace(ready, generated=[7]))
+    first = asyncio.create_task(collect(prefill.prefill.run(prefill_leg("r"))))
+    rest = collect(decode.decode.run(decode_leg("r", prefill, stop_token_ids=(7,))))
+    with pytest.raises(RemoteProtocolError, match="complete already"):
+        await rest
+    await asyncio.gather(first, return_exceptions=True)
+
+
 async def test_kv_that_changes_before_it_is_pulled_is_never_used(prefill, decode):
     buffer = prefill.prefill._send_buffer
     park = buffer.park
