@@ -9,6 +9,7 @@ from neuron_di.testing.sim import describe, main
 from neuron_di.testing.swarm import run_seed
 
 SEEDS_MAX = 1000
+CAUGHT = []
 
 
 def seed_that_notices(name):
@@ -29,10 +30,13 @@ def test_a_planted_bug_is_caught(name, record_property, capsys):
         words = "not caught" if seed is None else f"caught by seed {seed}"
         sys.stdout.write(f"\n  planted: {name}: {words} ")
     assert seed is not None
+    CAUGHT.append(name)
     assert not run_seed(seed).failures, "the seed must be a good one without the bug"
 
 
-def test_there_are_enough_of_them():
+def test_there_are_enough_of_them(capsys):
+    with capsys.disabled():
+        sys.stdout.write(f"\n  caught/planted in this run: {len(CAUGHT)}/{len(PLANTED)} ")
     assert len(PLANTED) >= 20
 
 
