@@ -19,19 +19,21 @@ DECODE_TOKENS_MAX = 2
 _E, _A, _L = LaunchEvent, LaunchAction, LaunchState
 _TOKENS = (_E.PREFILL_TOKEN, _E.DECODE_TOKEN)
 _NUM_EMITTED = {_L.LAUNCHED: 0, _L.STARTED: 1, _L.PARKED: 1, _L.DECODING: 2}  # 2: or more
+_FROM_PREFILL = frozenset(event for event in LaunchEvent if event.name.startswith("PREFILL"))
 _WITH_RECEIPT = (_E.PREFILL_RELEASED, _E.PREFILL_FINISHED, _E.DECODE_FINISHED)
 
 
 class LaunchWorld(NamedTuple):
     """Both workers' legs, what they said and the proxy has not read, and the proxy."""
 
-    prefill: Literal["new", "started", "parked", "finished", "failed", "released"] = "new"
+    prefill: Literal["new", "started", "parked", "finished", "failed", "denied", "released"] = "new"
     decode: Literal["asking", "has KV", "finished", "failed", "denied"] = "asking"
     num_decoded: int = 0
     from_prefill: tuple[LaunchEvent, ...] = ()
     from_decode: tuple[LaunchEvent, ...] = ()
     proxy: LaunchState = LaunchState.LAUNCHED
     is_held_back: bool = False  # decode's next event, until prefill's next
+    is_denial_held: bool = False  # prefill's last event, until decode's next, but not for ever
     num_emitted: int = 0
     outcome: Literal["none", "finished", "failed"] = "none"
 
@@ -74,15 +76,19 @@ def launch_moves(world: LaunchWorld, table: LaunchTable) -> Iterator[tuple[str, 
         yield f"{event.value} is said", said
     if world.prefill == "parked" and world.decode == "asking":
         yield "the KV arrives", world._replace(decode="has KV")
-    if world.from_prefill:
-        left = world._replace(from_prefill=world.from_prefill[1:], is_held_back=False)
-        yield world.from_prefill[0].value, _read(left, table, world.from_prefill[0])
+    if world.from_prefill and not world.is_denial_held:
+        event = world.from_prefill[0]
+        left = world._replace(from_prefill=world.from_prefill[1:])
+        yield event.value, _read(left, table, event) or world._replace(is_denial_held=True)
     if world.from_decode and not world.is_held_back:
         event = world.from_decode[0]
-        after = _read(world._replace(from_decode=world.from_decode[1:]), table, event)
-        if after.is_held_back:  # it stays where it is
-            after = world._replace(is_held_back=True)
-        yield event.value, after
+        left = world._replace(from_decode=world.from_decode[1:])
+        yield event.value, _read(left, table, event) or world._replace(is_held_back=True)
+    if world.is_denial_held:
+        failed = _read(world, table, _E.OVERDUE)
+        if failed is None:
+            raise Violation("held back for ever", label=_E.OVERDUE.value)
+        yield _E.OVERDUE.value, failed
 
 
 def _prefill_says(world: LaunchWorld) -> Iterator[tuple[LaunchEvent, LaunchWorld]]:
@@ -96,6 +102,9 @@ def _prefill_says(world: LaunchWorld) -> Iterator[tuple[LaunchEvent, LaunchWorld
         yield _E.PREFILL_FINISHED, world._replace(prefill="finished")
     if world.prefill in ("new", "started", "parked"):
         yield _E.PREFILL_FAILED, world._replace(prefill="failed")
+        # Decode gave up, or only fell silent: then it may have the KV, and Done was lost.
+        if world.decode == "failed" or world.prefill == "parked":
+            yield _E.PREFILL_DENIED, world._replace(prefill="denied")
 
 
 def _decode_says(world: LaunchWorld) -> Iterator[tuple[LaunchEvent, LaunchWorld]]:
@@ -103,19 +112,25 @@ def _decode_says(world: LaunchWorld) -> Iterator[tuple[LaunchEvent, LaunchWorld]
         if world.num_decoded < DECODE_TOKENS_MAX:
             yield _E.DECODE_TOKEN, world._replace(num_decoded=world.num_decoded + 1)
         yield _E.DECODE_FINISHED, world._replace(decode="finished")
-    elif world.decode == "asking" and world.prefill in ("finished", "failed"):
+    elif world.decode == "asking" and world.prefill in ("finished", "failed", "denied"):
         yield _E.DECODE_DENIED, world._replace(decode="denied")
     if world.decode in ("asking", "has KV"):
         yield _E.DECODE_FAILED, world._replace(decode="failed")
 
 
-def _read(world: LaunchWorld, table: LaunchTable, event: LaunchEvent) -> LaunchWorld:
-    """The proxy reads one event."""
+def _read(world: LaunchWorld, table: LaunchTable, event: LaunchEvent) -> LaunchWorld | None:
+    """The proxy reads one event. None where it is held back, and stays where it is."""
     label = event.value
     step = table.get((world.proxy, event))
     if step is None:
         raise Violation(f"an honest worker's {event.value} is refused", label=label)
-    before, world = world, world._replace(proxy=step.state)
+    if _A.HOLD_BACK in step.actions:
+        _must(step == (world.proxy, (_A.HOLD_BACK,)), "held back, yet it had an effect", label)
+        return None
+    before = world
+    is_prefills = event in _FROM_PREFILL
+    world = world._replace(proxy=step.state, is_held_back=world.is_held_back and not is_prefills)
+    world = world._replace(is_denial_held=world.is_denial_held and is_prefills)
     for action in step.actions:
         _must(world.outcome == "none", "something follows the end", label)
         match action:
@@ -132,15 +147,13 @@ def _read(world: LaunchWorld, table: LaunchTable, event: LaunchEvent) -> LaunchW
                 _must(_is_broken(world), "failed though nobody did", label)
                 is_broken_off = world.decode == "failed" or before.proxy is not _L.DECODING
                 _must(is_broken_off, "failed though decode goes on", label)
+                _must(event is not _E.PREFILL_DENIED, "decode is accused and not heard", label)
             case _A.KEEP_RECEIPT:
                 _must(event in _WITH_RECEIPT, f"no receipt comes with {event.value}", label)
-            case _A.HOLD_BACK:
-                _must(step.state is before.proxy, "held back, yet it had an effect", label)
-                world = world._replace(is_held_back=True)
-    is_kept = event not in _TOKENS or _A.EMIT in step.actions or world.is_held_back
+    is_kept = event not in _TOKENS or _A.EMIT in step.actions
     _must(is_kept, "a token is lost", label)
     is_receipt_kept = event not in _WITH_RECEIPT or _A.KEEP_RECEIPT in step.actions
-    _must(is_receipt_kept or world.is_held_back, "a receipt is lost", label)
+    _must(is_receipt_kept, "a receipt is lost", label)
     expected = _NUM_EMITTED.get(world.proxy)
     is_in_step = world.proxy is _L.OVER or min(world.num_emitted, 2) == expected
     _must(is_in_step, f"{world.proxy.value} with {world.num_emitted} tokens", label)
@@ -157,7 +170,7 @@ def _check_finish(world: LaunchWorld, event: LaunchEvent, label: str) -> None:
 
 
 def _is_broken(world: LaunchWorld) -> bool:
-    return "failed" in (world.prefill, world.decode)
+    return world.prefill in ("failed", "denied") or world.decode == "failed"
 
 
 def _must(is_so: bool, what: str, label: str) -> None:

@@ -38,10 +38,9 @@ from neuron_di.wire import (
 from neuron_di.worker import Worker
 from neuron_di.worker.leg_report import failed
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.workers import LegKind, Progress
+from neuron_di_proxy.workers import STATUS_TIMEOUT_S, LegKind, Progress
 
 ORPHAN_S = 15.0  # until a worker notices that the proxy of a leg vanished without a word
-STATUS_TIMEOUT_S = 1.0
 
 _HANG_UP = PeerGone("the worker hung up")
 
@@ -106,14 +105,16 @@ class SimWorkers:
     def open_leg(self, record: WorkerRecord, kind: LegKind, leg: msgspec.Struct) -> "SimLeg":
         return SimLeg(self, record, kind, leg)
 
-    async def status(self, record: WorkerRecord) -> WorkerStatus:
+    async def status(
+        self, record: WorkerRecord, timeout_s: float = STATUS_TIMEOUT_S
+    ) -> WorkerStatus:
         server = self.server_of(record)
         return await ask(
             self.network,
             self.process,
             None if server is None else server.process,
             lambda: server.worker.status(),  # type: ignore[union-attr]
-            timeout_s=STATUS_TIMEOUT_S,
+            timeout_s=timeout_s,
         )
 
 

@@ -109,10 +109,12 @@ class LaunchEvent(Enum):
     PREFILL_RELEASED = "prefill Released"
     PREFILL_FINISHED = "prefill Finished"
     PREFILL_FAILED = "prefill Failed"
+    PREFILL_DENIED = "prefill Denied"  # failed because decode gave up, or was not heard of
     DECODE_TOKEN = "decode Token"
     DECODE_FINISHED = "decode Finished"
     DECODE_FAILED = "decode Failed"
     DECODE_DENIED = "decode Denied"  # failed because prefill said "never"
+    OVERDUE = "Overdue"  # what would explain a "prefill Denied" that was held back does not come
 
 
 class LaunchAction(Enum):
@@ -120,7 +122,7 @@ class LaunchAction(Enum):
     FINISH = "finish"
     FAIL = "fail"  # this attempt; the request may get another
     KEEP_RECEIPT = "keep receipt"
-    HOLD_BACK = "hold back"  # look again after the next event of prefill
+    HOLD_BACK = "hold back"  # look again after the next event of the other leg
 
 
 class SenderStep(NamedTuple):
@@ -250,6 +252,7 @@ def _launch_table() -> LaunchTable:
         # Decode has the KV: what becomes of prefill does not matter any more.
         (s.DECODING, e.PREFILL_RELEASED): (s.DECODING, (a.KEEP_RECEIPT,)),
         (s.DECODING, e.PREFILL_FAILED): (s.DECODING, ()),
+        (s.DECODING, e.PREFILL_DENIED): (s.DECODING, ()),
     }
     for state in (s.LAUNCHED, s.STARTED):
         # Decode may be faster than prefill's words on another connection: they come first.
@@ -259,6 +262,9 @@ def _launch_table() -> LaunchTable:
         rows[state, e.DECODE_DENIED] = (state, (a.HOLD_BACK,))
     for state in (s.LAUNCHED, s.STARTED, s.PARKED):
         rows[state, e.PREFILL_FAILED] = (s.OVER, (a.FAIL,))
+        # Decode's own word says why it gave up; prefill heard of that first.
+        rows[state, e.PREFILL_DENIED] = (state, (a.HOLD_BACK,))
+        rows[state, e.OVERDUE] = (s.OVER, (a.FAIL,))
     for state in (s.LAUNCHED, s.STARTED, s.PARKED, s.DECODING):
         rows[state, e.DECODE_FAILED] = (s.OVER, (a.FAIL,))
     for state in (s.PARKED, s.DECODING):
@@ -274,7 +280,7 @@ LAUNCH = _launch_table()
 _FROM_PEER = frozenset(
     {SenderEvent.LOOKUP, SenderEvent.HOLD, SenderEvent.PULL, SenderEvent.DONE, SenderEvent.ABORT}
     | {ReceiverEvent.NOT_YET, ReceiverEvent.NEVER, ReceiverEvent.READY}
-    | set(LaunchEvent)
+    | set(LaunchEvent) - {LaunchEvent.OVERDUE}
 )
 
 

@@ -2,6 +2,7 @@
 
 A request goes: `openai_request` reads it, `admission` takes it, `recovery` brings it to its end,
 for each attempt `route` picks workers and `launch` runs both legs, `openai_response` writes.
+A request for several choices is several inside: `choices` runs them all at once.
 
 Next: proxy/neuron_di_proxy/openai_request.py
 """
@@ -9,7 +10,7 @@ Next: proxy/neuron_di_proxy/openai_request.py
 import asyncio
 import random
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 from uuid import uuid4
@@ -27,7 +28,8 @@ from neuron_di.obs import get_logger
 from neuron_di.types import RequestId
 from neuron_di.wire import Failed
 from neuron_di_proxy.admission import Admission
-from neuron_di_proxy.answer import Answering
+from neuron_di_proxy.answer import Answering, continued_of
+from neuron_di_proxy.choices import Choice, choice_id, events_of
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.failure import RETRY_AFTER_S, error_body, failure_of
 from neuron_di_proxy.health import Health, HealthReport
@@ -63,7 +65,7 @@ class ProxyRequest(Request):
         super().__init__(*args, **kwargs)
         self.cleanup = AsyncExitStack()
         self.request_id = RequestId(uuid4().hex)
-        self.record: RequestRecord | None = None  # once it asks for tokens
+        self.records: list[RequestRecord] = []  # of its choices, once it asks for tokens
         self.echoed_id = self.headers.get("X-Request-Id", self.request_id)
 
 
@@ -191,14 +193,22 @@ class Proxy(Quart):
         except Exception as error:
             self._metrics.count_refused(_failure(error).code)
             raise
-        request.record = record = RequestRecord(request_id=request.request_id, model=wanted.model)
-        answering = Answering(
-            self._runner.run(wanted, record),
-            answer_to(wanted, record.request_id),
-            record,
-            self._receipts,
-            self._metrics,
-        )
+        request.records = records = [
+            RequestRecord(request_id=choice_id(request.request_id, index), model=wanted.model)
+            for index in range(wanted.n)
+        ]
+        choices = [
+            Choice(
+                index,
+                self._runner.run(wanted.choice(index), record),
+                record,
+                self._receipts,
+                self._metrics,
+            )
+            for index, record in enumerate(records)
+        ]
+        answer = answer_to(wanted, request.request_id)
+        answering = Answering(events_of(choices), answer, records)
         request.cleanup.push_async_callback(answering.close)
         if not wanted.stream:
             return Response(await answering.whole(), content_type="application/json")
@@ -228,8 +238,8 @@ class Proxy(Quart):
     async def _add_headers(self, response: Response) -> Response:
         request = _this_request()
         response.headers["X-Request-Id"] = request.echoed_id
-        if request.record is not None:
-            response.headers.update(_route_headers(request.record, response))
+        if request.records:
+            response.headers.update(_route_headers(request.records))
         return response
 
     async def _answer_error(self, error: Exception) -> Response:
@@ -272,14 +282,18 @@ def _failure(error: Exception) -> Failed:
     )
 
 
-def _route_headers(record: RequestRecord, response: Response) -> dict[str, str]:
-    """Where the answer comes from; of a stream, as known at its first byte."""
-    if not record.attempts:
+def _route_headers(records: Sequence[RequestRecord]) -> dict[str, str]:
+    """Where choice 0 comes from, and what all choices went through.
+
+    Of a stream, as known at its first byte.
+    """
+    if not records[0].attempts:
         return {}
-    prefill, decode = record.attempts[-1].workers()
+    last = records[0].attempts[-1]
+    prefill, decode = last.workers()
     route = f"prefill={prefill.worker_id}; decode={decode.worker_id}"
-    headers = {"X-Neuron-Di-Route": f"{route}; attempt={record.attempts[-1].number}"}
-    continued = record.continued()
-    if continued is not None and response.content_type == "application/json":
+    headers = {"X-Neuron-Di-Route": f"{route}; attempt={last.number}"}
+    continued = continued_of(records)
+    if continued is not None:
         headers["X-Neuron-Di-Continued"] = str(continued.continued)
     return headers

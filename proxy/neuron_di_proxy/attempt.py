@@ -23,16 +23,23 @@ class Attempt:
     route: Route
     emitted: tuple[int, ...]
     deadline: Deadline  # of the request, all attempts together
+    begun_with: int | None = None  # context_tokens of the attempt that this one continues
     num_tokens: int = 0  # that this attempt gave
+    is_parked: bool = False  # prefill did its part
     prefill: LegReceipt | None = None
     decode: LegReceipt | None = None
     code: str | None = None  # why it failed; None: it runs, ended well or was given up
     blamed: WorkerRecord | None = None  # who is at fault
+    accuser: WorkerRecord | None = None  # the partner that says so, and may be wrong
     refused_by: WorkerRecord | None = None  # who has no room: nobody's fault
 
     @property
     def first_index(self) -> int:
         return len(self.emitted)
+
+    def context_tokens(self) -> int:
+        """What prompt and answer may have: as much as the smallest worker, from the first on."""
+        return self.begun_with or min(worker.context_tokens for worker in self.workers())
 
     def workers(self) -> tuple[WorkerRecord, WorkerRecord]:
         """The prefill and the decode worker; the same where one does it all."""

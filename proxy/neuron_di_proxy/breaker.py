@@ -3,10 +3,12 @@
     closed --5 failures in 60 s--> open --10 s--> half open --2 successes--> closed
                                      ^---------- one failure ----'
 
-While half open it admits one request at a time.
+While half open it admits one request at a time, until that request's first good event.
 """
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from neuron_di.clock import now_s
@@ -39,14 +41,27 @@ class Breaker:
         state = self.state()
         return state == "closed" or (state == "half_open" and self._num_trials == 0)
 
-    def begin(self) -> bool:
-        """A request goes to the worker. True: it is a trial, and `end_trial` follows."""
-        is_trial = self.state() == "half_open"
-        self._num_trials += is_trial
-        return is_trial
+    @contextmanager
+    def request(self) -> Iterator[Callable[[], None]]:
+        """A request is with the worker for as long as the block runs.
 
-    def end_trial(self) -> None:
-        self._num_trials -= 1
+        Call what is yielded at the request's first good event; further calls do nothing.
+        """
+        is_trial, is_good = self.state() == "half_open", False
+        self._num_trials += is_trial
+
+        def succeed() -> None:
+            nonlocal is_good
+            if not is_good:
+                is_good = True
+                self._num_trials -= is_trial
+                self.succeed()
+
+        try:
+            yield succeed
+        finally:
+            if not is_good:
+                self._num_trials -= is_trial
 
     def succeed(self) -> None:
         if self.state() == "half_open":

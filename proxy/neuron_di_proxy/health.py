@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
-from neuron_di.clock import now_s
+from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
 from neuron_di.errors import NeuronDiError, PeerError, PeerGone, PeerTimeout
 from neuron_di.obs import get_logger
@@ -37,6 +37,7 @@ SUSPICIOUS = frozenset({"peer_gone", "peer_timeout", "stale_incarnation"})
 
 WorkerHealth = Literal["new", "up", "suspect", "frozen", "down"]
 OnLoss = Callable[[PeerError], None]
+Praise = Callable[[], None]
 
 _log = get_logger(__name__)
 
@@ -47,6 +48,7 @@ class HealthReport(NamedTuple):
     record: WorkerRecord
     state: WorkerHealth | Literal["draining", "broken"]  # broken: its breaker is not closed
     reason: str
+    status: WorkerStatus | None = None  # its last good answer
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +60,7 @@ class _Watch:
     reason: str = ""
     is_draining: bool = False
     good_s: float = field(default_factory=now_s)  # its last good answer, or when it was first seen
+    status: WorkerStatus | None = None
     breaker: Breaker = field(default_factory=Breaker)
     legs: dict[int, OnLoss] = field(default_factory=dict)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,14 +126,16 @@ class Health:
                 state = "draining"
             elif state in ("new", "up") and watch.breaker.state() != "closed":
                 state = "broken"
-            reports.append(HealthReport(record, state, watch.why_not()))
+            reports.append(HealthReport(record, state, watch.why_not(), watch.status))
         return reports
 
     @contextmanager
-    def watching(self, record: WorkerRecord, on_loss: OnLoss) -> Iterator[None]:
+    def watching(self, record: WorkerRecord, on_loss: OnLoss) -> Iterator[Praise]:
         """Watch a process for a leg, for as long as the block runs.
 
         `on_loss` is called once, when the process is found to be gone or frozen, perhaps at once.
+        What is yielded is to be called when the process did what it was asked for: calls after
+        the first do nothing. A breaker's trial ends there, however long the leg goes on.
         """
         watch = self._watch_of(record)
         self._num_legs += 1
@@ -139,26 +144,31 @@ class Health:
             on_loss(watch.loss)
             on_loss = _ignore
         watch.legs[number] = on_loss
-        is_trial = watch.breaker.begin()
-        try:
-            yield
-        finally:
-            watch.legs.pop(number, None)
-            if is_trial:
-                watch.breaker.end_trial()
+        with watch.breaker.request() as praise:
+            try:
+                yield praise
+            finally:
+                watch.legs.pop(number, None)
 
-    def praise(self, record: WorkerRecord) -> None:
-        """A request that went to this process came to its end."""
-        self._watch_of(record).breaker.succeed()
+    def blame(self, record: WorkerRecord, error: NeuronDiError, *, is_certain: bool = True) -> None:
+        """A request failed, and this process is at fault. It may be asked at once if it lives.
 
-    def blame(self, record: WorkerRecord, error: NeuronDiError) -> None:
-        """A request failed, and this process is at fault. It may be asked at once if it lives."""
+        Its breaker counts what `is_certain`.
+        """
         watch = self._watch_of(record)
-        watch.breaker.fail()
+        if is_certain:
+            watch.breaker.fail()
         if failure_of(error).code in SUSPICIOUS:
             if watch.state in ("new", "up"):
                 self._become(watch, "suspect", error.message)
             watch.hurry.set()
+
+    async def is_lost(self, record: WorkerRecord, timeout_s: float) -> bool:
+        """Whether a process is gone or frozen. A suspect gets at most `timeout_s` to answer."""
+        watch, verdict = self._watch_of(record), Deadline.after(timeout_s)
+        while watch.state == "suspect" and not verdict.has_passed():
+            await self.wait_change(verdict.remaining_s())
+        return watch.loss is not None
 
     def fail_all(self, error: PeerError) -> None:
         """End every open leg with `error`."""
@@ -189,7 +199,7 @@ class Health:
         for record in listed.values():
             self._watch_of(record).record = record
         for process, watch in list(self._watches.items()):
-            if process not in listed and not watch.legs:
+            if process not in listed and not watch.legs and watch.state != "suspect":
                 del self._watches[process]
                 if watch.task is not None:
                     watch.task.cancel()
@@ -238,8 +248,9 @@ class Health:
             wait_s = max(watch.good_s + wait_s - asked_s, ANSWER_MIN_S)
         try:
             async with asyncio.timeout(wait_s):
-                return await self._workers.status(watch.record)
+                return await self._workers.status(watch.record, wait_s)
         except PeerError as error:
+            _forgive(watch, now_s() - asked_s - wait_s)
             return error
         except TimeoutError:
             _forgive(watch, now_s() - asked_s - wait_s)
@@ -253,6 +264,7 @@ class Health:
             self._lose(watch, "down", PeerGone(f"worker {worker_id} has failed"))
         else:
             watch.good_s = now_s()
+            watch.status = status
             watch.loss = None
             is_draining = status.record.state == "draining"
             if watch.state != "up" or watch.is_draining != is_draining:

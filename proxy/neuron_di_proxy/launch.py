@@ -11,7 +11,7 @@ Next: neuron_di/wire/legs.py
 """
 
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, aclosing
 from functools import partial
 
@@ -29,12 +29,13 @@ from neuron_di.wire import DecodeLeg, Finished, Parked, PrefillLeg, Released, To
 from neuron_di.wire.handoff import LaunchAction, LaunchEvent, LaunchState, launch_step
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.failure import LegFailed, RequestTimeout, failure_of
-from neuron_di_proxy.health import Health
+from neuron_di_proxy.health import Health, Praise
 from neuron_di_proxy.inbox import Heard, Inbox, Side
 from neuron_di_proxy.route import Pair
 from neuron_di_proxy.workers import Leg, Workers
 
 RELEASE_TIMEOUT_S = 1.0  # from the end of decode to prefill's word that its blocks are free
+DENIED_TIMEOUT_S = 1.0  # from prefill's word that decode gave up to decode's own why
 
 _log = get_logger(__name__)
 
@@ -70,22 +71,22 @@ class Launcher:
             raise RequestTimeout("the request was not complete in time")
         sides = self._sides(attempt)
         inbox = Inbox()
-        running = _Running(attempt, inbox, self._limits)
+        praises: dict[Side, Praise] = {}
+        running = _Running(attempt, inbox, praises, self._limits)
         events = running.pair() if isinstance(attempt.route, Pair) else running.whole()
         watched = ExitStack()
         finished: Finished | None = None
         try:
             for side, (record, leg) in sides.items():
                 inbox.read(side, leg, pause=side == "decode")
-                watched.enter_context(self._health.watching(record, partial(inbox.lose, side)))
+                watching = self._health.watching(record, partial(inbox.lose, side))
+                praises[side] = watched.enter_context(watching)
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, Finished):
                         finished = event
                     else:
                         yield event
-            for record, _ in sides.values():
-                self._health.praise(record)
         except NeuronDiError as error:
             _note_failure(attempt, running.speaker, error)
             raise
@@ -101,9 +102,6 @@ class Launcher:
         """Each leg and its worker. Nothing is sent yet."""
         route, request = attempt.route, attempt.request
         timeout_s = max(attempt.deadline.remaining_s(), 1e-3)
-        context_tokens = None
-        if isinstance(route, Pair):
-            context_tokens = min(route.prefill.context_tokens, route.decode.context_tokens)
         leg = PrefillLeg(
             request_id=attempt.request_id,
             attempt=attempt.number,
@@ -111,7 +109,7 @@ class Launcher:
             prompt=request.prompt,
             sampling=request.sampling,
             timeout_s=timeout_s,
-            context_tokens=context_tokens,
+            context_tokens=attempt.context_tokens(),
             emitted=attempt.emitted,
         )
         if not isinstance(route, Pair):
@@ -122,7 +120,7 @@ class Launcher:
             sampling=request.sampling,
             prefill=route.prefill.peer_address(),
             timeout_s=timeout_s,
-            context_tokens=context_tokens,
+            context_tokens=attempt.context_tokens(),
             num_emitted=attempt.first_index,
         )
         prefill = self._workers.open_leg(route.prefill, "prefill", leg)
@@ -133,18 +131,28 @@ class Launcher:
 class _Running:
     """One attempt while it runs. `speaker` is whose words are being dealt with."""
 
-    def __init__(self, attempt: Attempt, inbox: Inbox, limits: LimitOptions) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        inbox: Inbox,
+        praises: Mapping[Side, Praise],
+        limits: LimitOptions,
+    ) -> None:
         self._attempt = attempt
         self._inbox = inbox
+        self._praises = praises
         self._limits = limits
         self._stall: Deadline | None = None  # runs while a decode worker owes the next token
+        self._denied: Deadline | None = None  # runs once prefill said that decode gave up
         self._is_prefill_over = False
         self.speaker: Side | None = None
 
     async def whole(self) -> Generation:
-        """The events of a worker that does it all."""
+        """The events of a worker that does it all. Between tokens it may prefill for others."""
         while True:
-            _, said = await self._hear("whole")
+            heard = await self._hear()
+            assert heard is not None, "nothing is held back here"
+            said = heard.said
             if isinstance(said, Exception):
                 raise said
             if isinstance(said, Finished):
@@ -154,25 +162,34 @@ class _Running:
             if not isinstance(said, Token):
                 raise RemoteProtocolError(f"a worker sent {type(said).__name__} to a whole leg")
             yield self._due(said)
-            self._stall = Deadline.after(self._limits.stall_timeout_s)
 
     async def pair(self) -> Generation:
         """The events of both legs, as the table moves them."""
         state = LaunchState.LAUNCHED
-        held: Heard | None = None  # decode's word, put aside until prefill has said more
-        is_due = False
+        held: dict[Side, Heard] = {}  # put aside until the other leg has said more
+        due: Heard | None = None  # was held, and is to be looked at again
         while state is not LaunchState.OVER:
-            if held is not None and is_due:
-                heard, held = held, None
-                self.speaker = heard.side
+            heard = due or (await self._hear() if len(held) < 2 else None)
+            event = LaunchEvent.OVERDUE
+            if heard is None:  # or each of them waits for the other
+                heard = held["prefill"]
+                self.speaker = "prefill"
             else:
-                heard = await self._hear("decode")
-            is_due = heard.side == "prefill"
-            state, actions = launch_step(state, _event_of(heard))
+                self.speaker = heard.side
+                event = _event_of(heard)
+            state, actions = launch_step(state, event)
             if LaunchAction.HOLD_BACK in actions:
-                held = heard
-            elif heard.side == "decode":
+                held[heard.side], due = heard, None
+                if heard.side == "prefill":
+                    self._denied = Deadline.after(DENIED_TIMEOUT_S)
+                continue
+            due = held.pop("decode" if heard.side == "prefill" else "prefill", None)
+            if heard.side == "decode":
+                self._denied = None
                 self._inbox.resume()
+            if event is LaunchEvent.PREFILL_PARKED:
+                self._attempt.is_parked = True
+                self._praise()
             if LaunchAction.FAIL in actions:
                 assert isinstance(heard.said, Exception), "only a failure fails"
                 raise heard.said
@@ -192,17 +209,20 @@ class _Running:
                     await self._note_release()
                 yield finished
 
-    async def _hear(self, owing: Side) -> Heard:
-        """The next word of any leg. `owing` is at fault where the next token is overdue."""
+    async def _hear(self) -> Heard | None:
+        """The next word of any leg. None where decode does not say in time why it gave up."""
         wait_s = self._attempt.deadline.remaining_s()
         stall_s = self._stall.remaining_s() if self._stall is not None else math.inf
+        denied_s = self._denied.remaining_s() if self._denied is not None else math.inf
         try:
-            heard = await self._inbox.next(min(wait_s, stall_s))
+            heard = await self._inbox.next(min(wait_s, stall_s, denied_s))
         except TimeoutError:
+            if denied_s < min(wait_s, stall_s):
+                return None
             if stall_s >= wait_s:
                 self.speaker = None
                 raise RequestTimeout("the request was not complete in time") from None
-            self.speaker = owing
+            self.speaker = "decode"
             worker_id = self._attempt.workers()[1].worker_id
             raise PeerTimeout(f"worker {worker_id} sent no token for too long") from None
         self.speaker = heard.side
@@ -216,6 +236,8 @@ class _Running:
         if token.index != due:
             raise RemoteProtocolError(f"a worker sent token {token.index} where {due} was due")
         self._attempt.num_tokens += 1
+        if self.speaker != "prefill":  # which has not parked yet
+            self._praise()
         return token
 
     def _complete(self, finished: Finished) -> Finished:
@@ -227,7 +249,13 @@ class _Running:
             raise RemoteProtocolError(
                 f"a worker ended after {finished.num_generated} tokens, of which {num_given} came"
             )
+        self._praise()
         return finished
+
+    def _praise(self) -> None:
+        """The speaker did what it was asked for: it is worth a further request."""
+        assert self.speaker is not None, "somebody spoke"
+        self._praises[self.speaker]()
 
     def _keep_receipt(self, heard: Heard) -> None:
         assert isinstance(heard.said, Finished | Released), "only these have receipts"
@@ -261,9 +289,9 @@ def _event_of(heard: Heard) -> LaunchEvent:
         return event
     if not isinstance(said, NeuronDiError):
         raise said  # a bug of ours
-    if side == "prefill":
-        return LaunchEvent.PREFILL_FAILED
     is_denied = failure_of(said).code == KvMissing.code
+    if side == "prefill":
+        return LaunchEvent.PREFILL_DENIED if is_denied else LaunchEvent.PREFILL_FAILED
     return LaunchEvent.DECODE_DENIED if is_denied else LaunchEvent.DECODE_FAILED
 
 
@@ -275,9 +303,10 @@ def _note_failure(attempt: Attempt, speaker: Side | None, error: NeuronDiError) 
         return
     prefill, decode = attempt.workers()
     own, partner = (decode, prefill) if speaker == "decode" else (prefill, decode)
+    is_accused = isinstance(attempt.route, Pair) and isinstance(error, LegFailed)
     if failed.http_status in (429, 503):
         attempt.refused_by = own
-    elif isinstance(error, LegFailed) and failed.fault == "peer":
-        attempt.blamed = partner
+    elif is_accused and failed.fault == "peer":
+        attempt.blamed, attempt.accuser = partner, own
     elif failed.http_status >= 500:
         attempt.blamed = own

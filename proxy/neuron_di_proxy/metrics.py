@@ -42,6 +42,8 @@ class Metrics:
         self._requests = self._counter("requests", "requests by outcome", "outcome", "code")
         self._attempts = self._counter("attempts", "attempts by what became of them", "reason")
         self._continued = self._counter("continued", "answers that were continued", "grade")
+        self._kv_bytes = self._counter("kv_bytes", "bytes of KV that were moved for answers")
+        self._verify_s = self._counter("kv_verify_seconds", "spent on digests of that KV")
         self._ttft = Histogram(
             "neuron_di_ttft_seconds",
             "from a request to its first token",
@@ -64,6 +66,8 @@ class Metrics:
             self._attempts.labels(reason).inc()
         if receipt.grade is not None:
             self._continued.labels(receipt.grade).inc()
+        self._kv_bytes.inc(receipt.kv_bytes)
+        self._verify_s.inc(receipt.verify_s)
         if receipt.ttft_s is not None:
             self._ttft.observe(receipt.ttft_s)
 
@@ -80,6 +84,18 @@ class Metrics:
 
     def _counter(self, name: str, words: str, *labels: str) -> Counter:
         return Counter(f"neuron_di_{name}", words, labels, registry=self._registry)
+
+
+# What each worker counts of itself, by its status' fields; since that process started.
+_OF_WORKERS = {
+    "num_blocks_free": ("blocks_free", "blocks of KV that are free"),
+    "num_blocks_quarantined": ("blocks_quarantined", "blocks that a transfer may still touch"),
+    "kv_bytes_received": ("kv_bytes_received", "bytes of KV that it received"),
+    "num_kv_mismatched": ("kv_mismatched", "received KV that was not what was promised"),
+    "num_leases_ended": ("leases_ended", "KV that nobody pulled in time"),
+    "num_signals_refused": ("signals_refused", "messages of peers that were refused"),
+    "num_stale": ("stale", "messages of peers that came too late or twice"),
+}
 
 
 class _GaugeCollector(Collector):
@@ -99,13 +115,15 @@ class _GaugeCollector(Collector):
         workers = GaugeMetricFamily(
             "neuron_di_workers", "workers by role and state", labels=("role", "state")
         )
+        reports = gauges.health_reports()
         counts: dict[tuple[str, str], int] = {}
-        for report in gauges.health_reports():
+        for report in reports:
             key = (str(report.record.role), str(report.state))
             counts[key] = counts.get(key, 0) + 1
         for labels, count in counts.items():
             workers.add_metric(labels, count)
         yield workers
+        yield from _of_workers(reports)
         pairs = GaugeMetricFamily(
             "neuron_di_pair_degraded",
             "1 where a prefill and a decode worker cannot hand over",
@@ -119,6 +137,17 @@ class _GaugeCollector(Collector):
         for pair, is_degraded in degraded.items():
             pairs.add_metric(pair, float(is_degraded))
         yield pairs
+
+
+def _of_workers(reports: list[HealthReport]) -> Iterator[Metric]:
+    """As each worker said when it was last asked."""
+    statuses = {each.record.worker_id: each.status for each in reports}
+    for field, (name, words) in _OF_WORKERS.items():
+        gauge = GaugeMetricFamily(f"neuron_di_worker_{name}", words, labels=("worker",))
+        for worker_id, status in statuses.items():
+            if status is not None:
+                gauge.add_metric((worker_id,), getattr(status, field))
+        yield gauge
 
 
 def _codes(kind: type[NeuronDiError]) -> Iterator[str]:

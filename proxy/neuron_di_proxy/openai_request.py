@@ -8,7 +8,7 @@ Next: proxy/neuron_di_proxy/route.py
 
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -22,6 +22,7 @@ Endpoint = Literal["chat", "completions"]
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Unsupported: TypeAlias = None  # the type of a field that may only be null
 
+CHOICES_MAX = 8
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default; a chat may go on to the end of the context
 
 
@@ -35,6 +36,14 @@ class ClientRequest:
     sampling: SamplingParams
     stream: bool
     include_usage: bool
+    n: int = 1  # choices: 1 to CHOICES_MAX
+
+    def choice(self, index: int) -> "ClientRequest":
+        """The request for choice `index`: choice 0 is what n=1 gives, each has its own seed."""
+        if index == 0:
+            return self
+        seed = (self.sampling.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)  # stays an int64
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, seed=seed))
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,7 +63,7 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
-    n: Literal[1] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=CHOICES_MAX)] | None = None
     logit_bias: Unsupported = None
     # Not OpenAI's, but common to servers of open models.
     top_k: Int64 | None = None
@@ -76,7 +85,7 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class _CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
     prompt: msgspec.Raw
     logprobs: Int64 | None = None
-    best_of: Literal[1] | None = None
+    best_of: Int64 | None = None
     echo: bool | None = None
     suffix: Unsupported = None
 
@@ -126,6 +135,8 @@ def read_completion(body: bytes) -> ClientRequest:
     fields = _decode(_completion_decoder, body)
     if fields.echo:
         raise BadRequest("`echo` is not supported", param="echo")
+    if fields.best_of not in (None, fields.n or 1):
+        raise BadRequest("`best_of` is not supported: it may only equal `n`", param="best_of")
     _check_prompt(bytes(fields.prompt))
     max_tokens = COMPLETIONS_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     return _client_request(
@@ -184,6 +195,7 @@ def _client_request(
         sampling=sampling,
         stream=bool(fields.stream),
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        n=1 if fields.n is None else fields.n,
     )
 
 

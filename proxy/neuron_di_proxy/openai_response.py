@@ -1,10 +1,11 @@
 """OpenAI's answer documents, whole and in chunks, for completions and chats.
 
-An answer is one choice. Every chunk carries the same id and creation time; the last one
-with a choice carries the only finish reason.
+Every chunk carries the same id and creation time, and a token or the end of one choice; the
+last chunk of a choice carries its only finish reason.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -23,7 +24,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Answer(ABC):
-    """Writes the answer to one request. Fed in order: tokens, then `Finished`."""
+    """Writes the answer to one request. Fed for each choice in order: tokens, then `Finished`.
+
+    `index` is the choice's number. How the choices take turns is up to who feeds them.
+    """
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -37,27 +41,40 @@ class Answer(ABC):
         }
         self._include_usage = request.include_usage
 
-    def chunk(self, token: Token) -> bytes:
+    def chunk(self, token: Token, index: int = 0) -> bytes:
         """The SSE event for one token."""
-        return self._event([self._delta(token.text, self._logprobs([token]), None)], None)
+        choice = self._delta(index, token.text, self._logprobs(index, [token]), None)
+        return self._event([choice], None)
 
-    def last_chunk(self, finished: Finished, continued: Continued | None = None) -> bytes:
-        """The SSE events that follow the last token, without the closing `[DONE]`."""
-        choice = self._delta(finished.text, None, finished.reason)
-        events = self._event([choice], None, _extra(continued))
-        if self._include_usage:
-            events += self._event([], _usage(finished))
-        return events
+    def last_chunk(
+        self, finished: Finished, continued: Continued | None = None, index: int = 0
+    ) -> bytes:
+        """The SSE event that follows the last token of a choice."""
+        choice = self._delta(index, finished.text, None, finished.reason)
+        return self._event([choice], None, _extra(continued))
+
+    def usage_chunk(self, finished: Sequence[Finished]) -> bytes:
+        """The SSE event that follows the last chunk of all; empty when it was not asked for."""
+        return self._event([], _usage(finished)) if self._include_usage else b""
 
     def whole(
-        self, tokens: list[Token], finished: Finished, continued: Continued | None = None
+        self,
+        choices: Sequence[tuple[list[Token], Finished]],
+        continued: Continued | None = None,
     ) -> bytes:
         """The JSON document of an answer that is not streamed."""
-        text = "".join(token.text for token in tokens) + finished.text
-        choice = self._choice(text, self._logprobs(tokens), finished.reason)
+        written = [
+            self._choice(
+                index,
+                "".join(token.text for token in tokens) + finished.text,
+                self._logprobs(index, tokens),
+                finished.reason,
+            )
+            for index, (tokens, finished) in enumerate(choices)
+        ]
+        usage = _usage([finished for _, finished in choices])
         head = self._head | {"object": self.whole_object}
-        document = head | {"choices": [choice], "usage": _usage(finished)}
-        return _encode(document | _extra(continued))
+        return _encode(head | {"choices": written, "usage": usage} | _extra(continued))
 
     def _event(
         self, choices: list[_Json], usage: _Json | None, extra: _Json | None = None
@@ -69,15 +86,17 @@ class Answer(ABC):
         return b"data: %b\n\n" % _encode(document)
 
     @abstractmethod
-    def _delta(self, text: str, logprobs: _Json | None, finish_reason: str | None) -> _Json:
+    def _delta(
+        self, index: int, text: str, logprobs: _Json | None, finish_reason: str | None
+    ) -> _Json:
         """The choice of one chunk."""
 
     @abstractmethod
-    def _choice(self, text: str, logprobs: _Json | None, finish_reason: str) -> _Json:
+    def _choice(self, index: int, text: str, logprobs: _Json | None, finish_reason: str) -> _Json:
         """The choice of a whole answer."""
 
     @abstractmethod
-    def _logprobs(self, tokens: list[Token]) -> _Json | None:
+    def _logprobs(self, index: int, tokens: list[Token]) -> _Json | None:
         """The log probabilities of `tokens`; None when none were asked for."""
 
 
@@ -86,23 +105,27 @@ class _CompletionAnswer(Answer):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    _num_chars = 0  # of the answer's text, before the next token
+    def __init__(self, request: ClientRequest, request_id: RequestId) -> None:
+        super().__init__(request, request_id)
+        self._num_chars = [0] * request.n  # of each choice's text, before its next token
 
-    def _delta(self, text: str, logprobs: _Json | None, finish_reason: str | None) -> _Json:
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _delta(
+        self, index: int, text: str, logprobs: _Json | None, finish_reason: str | None
+    ) -> _Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _choice(self, text: str, logprobs: _Json | None, finish_reason: str) -> _Json:
-        return self._delta(text, logprobs, finish_reason)
+    def _choice(self, index: int, text: str, logprobs: _Json | None, finish_reason: str) -> _Json:
+        return self._delta(index, text, logprobs, finish_reason)
 
-    def _logprobs(self, tokens: list[Token]) -> _Json | None:
-        """Parallel lists over `tokens`. An offset is where in the answer's text a token starts."""
+    def _logprobs(self, index: int, tokens: list[Token]) -> _Json | None:
+        """Parallel lists over `tokens`. An offset is where in the choice's text a token starts."""
         known = [(token.text, token.logprobs) for token in tokens if token.logprobs is not None]
         if not known:
             return None
         offsets = []
         for text, _ in known:
-            offsets.append(self._num_chars)
-            self._num_chars += len(text)
+            offsets.append(self._num_chars[index])
+            self._num_chars[index] += len(text)
         return {
             "tokens": [entry.chosen.text for _, entry in known],
             "token_logprobs": [_finite(entry.chosen) for _, entry in known],
@@ -120,25 +143,38 @@ class _ChatAnswer(Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    _is_first = True
+    def __init__(self, request: ClientRequest, request_id: RequestId) -> None:
+        super().__init__(request, request_id)
+        self._begun: set[int] = set()  # the choices whose role was said
 
-    def _delta(self, text: str, logprobs: _Json | None, finish_reason: str | None) -> _Json:
-        delta = {"role": "assistant"} if self._is_first else {}
+    def _delta(
+        self, index: int, text: str, logprobs: _Json | None, finish_reason: str | None
+    ) -> _Json:
+        delta = {} if index in self._begun else {"role": "assistant"}
         if text or finish_reason is None:
             delta["content"] = text
-        self._is_first = False
-        return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        self._begun.add(index)
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
 
-    def _choice(self, text: str, logprobs: _Json | None, finish_reason: str) -> _Json:
+    def _choice(self, index: int, text: str, logprobs: _Json | None, finish_reason: str) -> _Json:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {
-            "index": 0,
+            "index": index,
             "message": message,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
 
-    def _logprobs(self, tokens: list[Token]) -> _Json | None:
+    def _logprobs(
+        self,
+        index: int,  # noqa: ARG002 - a chat's tokens have no offsets
+        tokens: list[Token],
+    ) -> _Json | None:
         content = [
             _chat_logprob(token.logprobs.chosen)
             | {"top_logprobs": [_chat_logprob(item) for item in token.logprobs.top]}
@@ -161,11 +197,14 @@ def _extra(continued: Continued | None) -> _Json:
     return {} if continued is None else {"neuron_di": continued}
 
 
-def _usage(finished: Finished) -> _Json:
+def _usage(finished: Sequence[Finished]) -> _Json:
+    """What all choices cost together. They share one prompt."""
+    num_prompt = finished[0].num_prompt
+    num_generated = sum(each.num_generated for each in finished)
     return {
-        "prompt_tokens": finished.num_prompt,
-        "completion_tokens": finished.num_generated,
-        "total_tokens": finished.num_prompt + finished.num_generated,
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
     }
 
 

@@ -13,9 +13,9 @@ from contextlib import aclosing
 
 from neuron_di.clock import Deadline
 from neuron_di.config import LimitOptions
-from neuron_di.errors import CapacityError, NeuronDiError, PeerGone
+from neuron_di.errors import CapacityError, NeuronDiError, PeerGone, PeerRefused, WorkerFailed
 from neuron_di.obs import get_logger
-from neuron_di.wire import Token
+from neuron_di.wire import Token, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
@@ -30,6 +30,7 @@ BACKOFF_GROWTH = 1.5
 BACKOFF_JITTER = 0.2
 ROUTE_POLL_S = 0.1  # a directory does not tell of its changes
 BUDGET_BURST = 100.0
+CONFIRM_S = 1.0  # until a worker whose connection broke has answered, or is known to be lost
 
 _log = get_logger(__name__)
 
@@ -90,15 +91,17 @@ class RequestRunner:
         """
         self.budget.admit()
         deadline = Deadline(record.accepted_s + self._limits.request_timeout_s)
+        failed_step: WorkerRecord | None = None  # where; or was it this request's fault?
         while True:
-            route = await self._find_route(record, deadline)
+            began = next((each for each in record.attempts if each.num_tokens), None)
             attempt = Attempt(
                 request_id=record.request_id,
                 number=len(record.attempts),
                 request=request,
-                route=route,
+                route=await self._find_route(record, began, deadline),
                 emitted=tuple(record.emitted),
                 deadline=deadline,
+                begun_with=began.context_tokens() if began is not None else None,
             )
             record.attempts.append(attempt)
             try:
@@ -109,12 +112,21 @@ class RequestRunner:
                             yield event
                         else:
                             record.finished = event
+                        # A further attempt that gave two tokens got past where one failed.
+                        is_past = attempt.num_tokens > 1 or record.finished is not None
+                        if failed_step is not None and is_past:
+                            self._convict(failed_step, attempt)
+                            failed_step = None
                 assert record.finished is not None, "an attempt ends with it, or raises"
                 yield record.finished
                 return
             except NeuronDiError as error:
                 self._learn(attempt, error)
+                if attempt.code == WorkerFailed.code:
+                    failed_step = attempt.blamed
                 if not self._may_go_on(record, error, deadline):
+                    raise
+                if not await self._is_lost(attempt) and not self.budget.take():
                     raise
             await self._back_off(record, deadline)
 
@@ -123,14 +135,18 @@ class RequestRunner:
         self._is_abandoned = True
         self._health.fail_all(PeerGone("the server is shutting down"))
 
-    async def _find_route(self, record: RequestRecord, deadline: Deadline) -> Route:
+    async def _find_route(
+        self, record: RequestRecord, began: Attempt | None, deadline: Deadline
+    ) -> Route:
         """Wait for workers that can serve the request. Raises CapacityError when none is there."""
         avoid: set[Process] = set()
         for attempt in record.attempts:
-            avoid |= {process_of(r) for r in (attempt.blamed, attempt.refused_by) if r is not None}
-        # Other weights under the same name must not continue what these began.
-        began = next((each for each in record.attempts if each.num_tokens), None)
+            suspects = (attempt.blamed, attempt.accuser, attempt.refused_by)
+            avoid |= {process_of(each) for each in suspects if each is not None}
+        # Other weights under the same name must not continue what these began, nor a worker
+        # whose context would end it earlier.
         digest = began.workers()[0].model_digest if began is not None else None
+        context_tokens = began.context_tokens() if began is not None else 0
         queue = Deadline.after(self._limits.queue_timeout_s)
         while True:
             if self._is_abandoned:
@@ -138,7 +154,7 @@ class RequestRunner:
             if deadline.has_passed():
                 raise RequestTimeout("no worker could take the request in time")
             try:
-                return self._router.pick(record.model, avoid, digest)
+                return self._router.pick(record.model, avoid, digest, context_tokens)
             except CapacityError:
                 if queue.has_passed():
                     raise
@@ -149,7 +165,7 @@ class RequestRunner:
             await self._health.wait_change(max(wait_s, 1e-3))
 
     def _learn(self, attempt: Attempt, error: NeuronDiError) -> None:
-        """Tell health who is at fault."""
+        """Tell health who is at fault, or have a pair tested whose workers accuse each other."""
         _log.warning(
             "attempt_failed",
             request=attempt.request_id,
@@ -159,19 +175,44 @@ class RequestRunner:
             code=attempt.code,
             blamed=attempt.blamed.worker_id if attempt.blamed else None,
         )
-        if attempt.blamed is not None and not self._is_abandoned:
-            self._health.blame(attempt.blamed, error)
+        if attempt.blamed is None or self._is_abandoned:
+            return
+        is_certain = attempt.accuser is None and attempt.code != WorkerFailed.code
+        self._health.blame(attempt.blamed, error, is_certain=is_certain)
+        if attempt.code == PeerRefused.code:
+            self._router.refuse(attempt.route, error.message)
+        elif attempt.accuser is not None:
+            self._router.doubt(attempt.route)
+
+    def _convict(self, failed_step: WorkerRecord, attempt: Attempt) -> None:
+        """Another worker did what one failed at: it was that worker, not the request."""
+        if process_of(failed_step) not in {process_of(each) for each in attempt.workers()}:
+            error = WorkerFailed(f"worker {failed_step.worker_id} failed a step")
+            self._health.blame(failed_step, error)
+
+    async def _is_lost(self, attempt: Attempt) -> bool:
+        """Whether the attempt ended because its worker did. It had perhaps hundreds of them, and
+        all of them go on: they multiply no load."""
+        return attempt.blamed is not None and await self._health.is_lost(attempt.blamed, CONFIRM_S)
 
     def _may_go_on(self, record: RequestRecord, error: NeuronDiError, deadline: Deadline) -> bool:
         failed = failure_of(error)
-        if not failed.retryable or failed.fault == "client":
+        alike = [each for each in record.attempts if each.code == failed.code]
+        if failed.code == PeerRefused.code:  # another pair may do, but it is not tried for long
+            is_retryable = len(alike) == 1
+        elif failed.code == WorkerFailed.code:  # of several workers: it is the request
+            processes = {process_of(each.blamed) for each in alike if each.blamed is not None}
+            is_retryable = failed.retryable and len(processes) < 2
+        else:
+            is_retryable = failed.retryable
+        if not is_retryable or failed.fault == "client":
             return False
         if self._is_abandoned or deadline.has_passed():
             return False
         is_continuation = bool(record.emitted)
         num_max = self._limits.continuations_max if is_continuation else self._limits.retries_max
         further = [each for each in record.attempts[1:] if bool(each.emitted) == is_continuation]
-        return len(further) < num_max and self.budget.take()
+        return len(further) < num_max
 
     async def _back_off(self, record: RequestRecord, deadline: Deadline) -> None:
         wait_s = BACKOFF_S * BACKOFF_GROWTH ** (len(record.attempts) - 1)

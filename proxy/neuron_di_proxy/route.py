@@ -39,6 +39,14 @@ class PairFitness(Protocol):
 
     def has_failed(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool: ...
 
+    def doubt(self, prefill: WorkerRecord, decode: WorkerRecord) -> None:
+        """One of them accused the other: find out whether they still can."""
+        ...
+
+    def refuse(self, prefill: WorkerRecord, decode: WorkerRecord, reason: str) -> None:
+        """One of them will not work with the other."""
+        ...
+
 
 class ModelNotFound(ClientError):
     """Raised when no worker has the model that a request names."""
@@ -81,19 +89,40 @@ class Router:
         """Names of the models that any known worker has, in alphabetical order."""
         return sorted({record.model for record in self._directory.workers()})
 
+    def doubt(self, route: Route) -> None:
+        """A worker of the route accused its partner. Which of them is right is not known."""
+        if self._pairs is not None and isinstance(route, Pair):
+            self._pairs.doubt(route.prefill, route.decode)
+
+    def refuse(self, route: Route, reason: str) -> None:
+        """A worker of the route will not work with its partner."""
+        if self._pairs is not None and isinstance(route, Pair):
+            self._pairs.refuse(route.prefill, route.decode, reason)
+
     def pick(
-        self, model: str, avoid: AbstractSet[Process] = frozenset(), model_digest: str | None = None
+        self,
+        model: str,
+        avoid: AbstractSet[Process] = frozenset(),
+        model_digest: str | None = None,
+        context_tokens: int = 0,
     ) -> Route:
         """Choose the workers of one request and count it as their turn.
 
         Processes in `avoid`, and pairs that failed their test, are chosen only where there is
-        nothing else. With `model_digest` the workers have exactly these weights.
+        nothing else. With `model_digest` the workers have exactly these weights, and their context
+        holds at least `context_tokens`.
 
         Raises ModelNotFound when workers are known but none has `model`, and CapacityError
         (which says what is missing) when none of them can serve it now.
         """
         known = self._directory.workers()
-        usable = [r for r in known if r.model == model and self._is_usable(r, model_digest)]
+        usable = [
+            r
+            for r in known
+            if r.model == model
+            and r.context_tokens >= context_tokens
+            and self._is_usable(r, model_digest)
+        ]
         prefills, decodes, wholes = (_of_role(usable, r) for r in ("prefill", "decode", "both"))
         prefills = [p for p in prefills if any(fits(p, d) for d in decodes)]
         working = [p for p in prefills if any(self._works(p, d) for d in decodes)]
@@ -107,7 +136,9 @@ class Router:
         if known and all(record.model != model for record in known):
             raise ModelNotFound(f"the model {model!r} does not exist", param="model")
         missing = self._what_is_missing(known, model)
-        raise CapacityError(missing or f"no worker has the weights of model {model!r} any more")
+        if not missing:
+            missing = f"no worker has the weights, and the context, of model {model!r} any more"
+        raise CapacityError(missing)
 
     def why_unserved(self) -> str | None:
         """Why no request of any model can be served now; None when some can."""

@@ -2,7 +2,8 @@
 
 A test is a real request of two tokens: prefill computes the first, decode the second from KV
 that was moved and verified. A pair that failed is not used while another works, is shown by
-`GET /health`, and is tried again after a while. Pairs are tested one at a time.
+`GET /health`, and is tried again after a while. So is, at once, a pair of which one accused the
+other while it served a request. Pairs are tested one at a time.
 """
 
 import asyncio
@@ -15,12 +16,12 @@ import msgspec
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
-from neuron_di.errors import NeuronDiError
+from neuron_di.errors import DeadlinePassed, NeuronDiError, PeerTimeout
 from neuron_di.obs import get_logger
 from neuron_di.types import RequestId
 from neuron_di.wire import SamplingParams, Token, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
-from neuron_di_proxy.failure import failure_of
+from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
 from neuron_di_proxy.openai_request import ClientRequest
@@ -32,6 +33,8 @@ LOOK_INTERVAL_S = 0.5  # for pairs that are due
 RETRY_S = 10.0
 TEST_TIMEOUT_S = 30.0
 NUM_TOKENS = 2
+
+_TIMEOUTS = (RequestTimeout.code, DeadlinePassed.code, PeerTimeout.code)
 
 _log = get_logger(__name__)
 
@@ -51,6 +54,7 @@ class PairBook:
 
     def __init__(self) -> None:
         self._results: dict[tuple[Process, Process], PairResult] = {}
+        self._doubted: set[tuple[Process, Process]] = set()
 
     def has_failed(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
         result = self.result_of(prefill, decode)
@@ -64,7 +68,20 @@ class PairBook:
         return list(self._results.values())
 
     def note(self, result: PairResult) -> None:
-        self._results[process_of(result.prefill), process_of(result.decode)] = result
+        pair = process_of(result.prefill), process_of(result.decode)
+        self._results[pair] = result
+        self._doubted.discard(pair)
+
+    def doubt(self, prefill: WorkerRecord, decode: WorkerRecord) -> None:
+        """Have the pair tested at once. Until then it is taken to be what it was."""
+        self._doubted.add((process_of(prefill), process_of(decode)))
+
+    def is_doubted(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+        return (process_of(prefill), process_of(decode)) in self._doubted
+
+    def refuse(self, prefill: WorkerRecord, decode: WorkerRecord, reason: str) -> None:
+        """The pair failed without a test."""
+        self.note(PairResult(prefill, decode, "failed", reason, now_s()))
 
     def keep_only(self, records: tuple[WorkerRecord, ...]) -> None:
         """Forget the pairs of processes that are gone."""
@@ -72,6 +89,7 @@ class PairBook:
         for prefill, decode in list(self._results):
             if prefill not in here or decode not in here:
                 del self._results[prefill, decode]
+        self._doubted = {pair for pair in self._doubted if here.issuperset(pair)}
 
 
 class SelfTest:
@@ -91,6 +109,7 @@ class SelfTest:
         self._launcher = Launcher(workers, health, limits)
         self._pairs = pairs
         self._rng = rng
+        self._overdue_s: dict[tuple[Process, Process], float] = {}  # when a test was too slow
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._test_often())
@@ -125,9 +144,12 @@ class SelfTest:
 
     def _is_due(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
         result = self._pairs.result_of(prefill, decode)
-        if result is None:
-            return True
-        return result.outcome == "failed" and now_s() >= result.tested_s + RETRY_S
+        slow_s = self._overdue_s.get((process_of(prefill), process_of(decode)))
+        if slow_s is not None and now_s() < slow_s + RETRY_S:
+            return False
+        if result is not None and result.outcome == "failed":
+            return now_s() >= result.tested_s + RETRY_S
+        return result is None or self._pairs.is_doubted(prefill, decode)
 
     async def _test(self, pair: Pair) -> None:
         if not (self._health.is_usable(pair.prefill) and self._health.is_usable(pair.decode)):
@@ -148,6 +170,10 @@ class SelfTest:
         except NeuronDiError as error:
             if attempt.refused_by is not None:
                 return  # busy, which says nothing
+            if attempt.code in _TIMEOUTS and not attempt.is_parked:
+                # Neither does a queue before prefill: nothing of a hand-over was seen.
+                self._note_slow(pair)
+                return
             outcome = "skipped" if failure_of(error).fault == "client" else "failed"
             reason = error.message
         else:
@@ -157,6 +183,11 @@ class SelfTest:
             elif moved == 0:
                 outcome, reason = "failed", "no KV was moved"
         self._conclude(PairResult(pair.prefill, pair.decode, outcome, reason, now_s()))
+
+    def _note_slow(self, pair: Pair) -> None:
+        now = now_s()
+        slow = {key: at_s for key, at_s in self._overdue_s.items() if now < at_s + RETRY_S}
+        self._overdue_s = {**slow, (process_of(pair.prefill), process_of(pair.decode)): now}
 
     def _conclude(self, result: PairResult) -> None:
         self._pairs.note(result)

@@ -24,10 +24,9 @@ from neuron_di.wire import (
     status_decoder,
 )
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.workers import LegKind, Progress
+from neuron_di_proxy.workers import STATUS_TIMEOUT_S, LegKind, Progress
 
 END_OF_LEG_TIMEOUT_S = 1.0  # from a leg's terminal event to the end of its answer
-STATUS_TIMEOUT_S = 1.0
 STATUS_BYTES_MAX = 64 << 10
 
 
@@ -146,10 +145,12 @@ class WorkerClient:
         url = f"{record.url()}/legs/{kind}"
         return Leg(self._session, record.worker_id, url, encode_json(leg))
 
-    async def status(self, record: WorkerRecord) -> WorkerStatus:
-        """Ask a worker how it is. Raises a PeerError when it does not say within a second."""
+    async def status(
+        self, record: WorkerRecord, timeout_s: float = STATUS_TIMEOUT_S
+    ) -> WorkerStatus:
+        """Ask a worker how it is. Raises a PeerError when it does not say within `timeout_s`."""
         with _as_peer_error(record.worker_id):
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 async with self._session.get(
                     f"{record.url()}/status", allow_redirects=False
                 ) as response:

@@ -11,6 +11,8 @@ import msgspec
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import Finished, Parked, Released, Token, WorkerRecord, WorkerStatus
 
+STATUS_TIMEOUT_S = 1.0
+
 LegKind = Literal["prefill", "decode", "whole"]
 Progress = Token | Parked | Released | Finished
 
@@ -49,7 +51,9 @@ class Workers(Protocol):
         """Prepare a leg. Nothing is sent before its first `next`."""
         ...
 
-    async def status(self, record: WorkerRecord) -> WorkerStatus:
+    async def status(
+        self, record: WorkerRecord, timeout_s: float = STATUS_TIMEOUT_S
+    ) -> WorkerStatus:
         """Ask a worker how it is. Raises a PeerError when it does not say in time."""
         ...
 

@@ -258,7 +258,7 @@ async def test_openais_errors_are_raised_by_openais_client(playing):
         await client.completions.create(model="large", prompt="hi")
     assert not_found.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as bad:
-        await client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
+        await client.chat.completions.create(model="tiny", messages=MESSAGES, n=9)
     assert bad.value.param == "n"
     assert set(bad.value.body) == {"message", "type", "param", "code"}
 

@@ -64,10 +64,25 @@ def test_one_at_a_time_is_tried_when_it_was_open_for_long_enough(clock, opened):
     assert not opened.admits()
     clock.now += 0.1
     assert (opened.state(), opened.admits()) == ("half_open", True)
-    assert opened.begin()
-    assert not opened.admits()
-    opened.end_trial()
-    assert opened.admits()
+    with opened.request():
+        assert not opened.admits()
+    assert (opened.state(), opened.admits()) == ("half_open", True)
+
+
+def test_a_trial_ends_with_its_first_good_event(clock, opened):
+    clock.now += OPEN_S
+    with opened.request() as first_succeeds:
+        assert not opened.admits()
+        first_succeeds()
+        first_succeeds()  # further tokens of the same request: once is enough
+        assert (opened.state(), opened.admits()) == ("half_open", True)
+        with opened.request() as second_succeeds:
+            assert not opened.admits()
+            second_succeeds()
+            assert opened.state() == "closed"
+    fail(opened, clock, FAILURES_MAX)
+    clock.now += OPEN_S
+    assert opened.admits()  # nothing counts as a trial any more
 
 
 def test_two_successes_close_it(clock, opened):
@@ -92,9 +107,10 @@ def test_a_failed_trial_opens_it_again(clock, opened):
 
 def test_requests_from_before_it_opened_are_no_trials(clock):
     breaker = Breaker()
-    assert not breaker.begin()
-    fail(breaker, clock, FAILURES_MAX)
-    breaker.succeed()
-    assert breaker.state() == "open"
-    clock.now += OPEN_S
+    with breaker.request() as succeed:
+        fail(breaker, clock, FAILURES_MAX)
+        succeed()
+        assert breaker.state() == "open"
+        clock.now += OPEN_S
+        assert breaker.admits()
     assert breaker.admits()

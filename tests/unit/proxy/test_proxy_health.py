@@ -57,10 +57,10 @@ async def test_one_broken_connection_is_no_crash():
         answers = [GONE]
         status = decode.status
 
-        async def break_once():
+        async def break_once(timeout_s):
             if answers:
                 raise answers.pop()
-            return await status()
+            return await status(timeout_s)
 
         with cluster.health.watching(decode.record, lost):
             await asyncio.sleep(1.1)
@@ -106,7 +106,7 @@ async def test_a_short_freeze_is_no_matter():
 
 @virtual
 async def test_answers_that_mean_nothing_are_no_answers():
-    async def garbage():
+    async def garbage(timeout_s):
         raise RemoteProtocolError("HTTP status 500")
 
     async with one_by_one() as cluster:
@@ -196,11 +196,64 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_and_tried_later
         assert "failed too often" in cluster.health.why_not(decode)
         await asyncio.sleep(OPEN_S)
         assert cluster.health.is_usable(decode)
-        with cluster.health.watching(decode, Losses()):
-            assert not cluster.health.is_usable(decode)  # one trial at a time
-        cluster.health.praise(decode)
-        cluster.health.praise(decode)
+        for state in ("broken", "up"):
+            with cluster.health.watching(decode, Losses()) as praise:
+                assert not cluster.health.is_usable(decode)  # one trial at a time
+                praise()
+                assert cluster.health.is_usable(decode)  # although its leg goes on
+                assert states(cluster)["d1"] == state
+
+
+@virtual
+async def test_what_is_not_certain_feeds_no_breaker():
+    async with one_by_one() as cluster:
+        decode = cluster.workers["d1"].record
+        for _ in range(2 * FAILURES_MAX):
+            await asyncio.sleep(1.0)
+            cluster.health.blame(decode, RemoteProtocolError("garbage"), is_certain=False)
         assert states(cluster)["d1"] == "up"
+
+
+@virtual
+async def test_a_slow_answer_is_waited_for_as_long_as_silence_is_borne():
+    async def slow_status(timeout_s):
+        if timeout_s < 1.5:
+            await asyncio.sleep(timeout_s)
+            raise PeerTimeout("too slow")
+        await asyncio.sleep(1.5)  # under load, and well within freeze_timeout_s
+        return await status(timeout_s)
+
+    async with one_by_one() as cluster:
+        decode, lost = cluster.workers["d1"], Losses()
+        status, decode.status = decode.status, slow_status
+        with cluster.health.watching(decode.record, lost):
+            await asyncio.sleep(60.0)
+        assert lost == []
+        assert states(cluster)["d1"] == "up"
+
+
+@pytest.mark.parametrize("end", ["dead", "slowly dead", "alive", "frozen"])
+@virtual
+async def test_whether_a_suspect_is_lost_is_known_after_its_answer(end):
+    async def die_slowly(timeout_s):
+        await asyncio.sleep(0.45)
+        raise GONE
+
+    async with one_by_one() as cluster:
+        decode = cluster.workers["d1"]
+        await asyncio.sleep(1.1)
+        if end == "dead":
+            decode.kill()
+        elif end == "slowly dead":
+            decode.status = die_slowly
+        elif end == "frozen":
+            decode.freeze()
+        cluster.health.blame(decode.record, GONE)
+        cluster.directory.records = []  # it is forgotten only after that
+        asked_s = now_s()
+        assert await cluster.health.is_lost(decode.record, 1.0) == ("dead" in end)
+        waited_s = {"frozen": 1.0, "slowly dead": 0.9}.get(end, 0.0)
+        assert now_s() - asked_s == pytest.approx(waited_s, abs=0.01)
 
 
 @virtual
@@ -221,10 +274,10 @@ async def test_time_in_which_the_proxy_itself_was_stopped_is_nobodys_silence():
         decode, lost = cluster.workers["d1"], Losses()
         status = decode.status
 
-        async def slow_status():
+        async def slow_status(timeout_s):
             await asyncio.sleep(0.3)
             await asyncio.sleep(0.05)  # also after the proxy goes on, it takes a while to hear
-            return await status()
+            return await status(timeout_s)
 
         decode.status = slow_status
         with cluster.health.watching(decode.record, lost):

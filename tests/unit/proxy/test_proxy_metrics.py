@@ -58,6 +58,35 @@ async def test_workers_are_counted_by_role_and_state(playing):
     await until(is_so)
 
 
+async def test_what_workers_count_is_shown_of_each(playing):
+    playing.decode.says = {
+        "num_blocks_quarantined": 2,
+        "kv_bytes_received": 8192,
+        "num_kv_mismatched": 3,
+        "num_leases_ended": 4,
+        "num_signals_refused": 5,
+        "num_stale": 6,
+    }
+    names = ("blocks_quarantined", "kv_bytes_received", "kv_mismatched", "leases_ended")
+    names += ("signals_refused", "stale", "blocks_free")
+    values = (2, 8192, 3, 4, 5, 6, 60)
+    expected = {
+        (f"neuron_di_worker_{name}", "d1"): value for name, value in zip(names, values, strict=True)
+    }
+    expected["neuron_di_worker_stale", "p1"] = 0
+
+    async def is_so():
+        return expected.items() <= (await samples(playing.proxy)).items()
+
+    await until(is_so)
+
+
+async def test_a_worker_that_never_answered_has_no_counts(playing):
+    playing.proxy.directory.records.append(make_record("p9", "prefill", 1))
+    seen = await samples(playing.proxy)
+    assert ("neuron_di_worker_stale", "p9") not in seen
+
+
 async def test_failures_are_counted_by_their_code(cluster):
     async def refuse(leg):
         await leg.send(Failed(code="over_capacity", message="", http_status=503, retryable=True))
@@ -156,6 +185,15 @@ def test_every_attempt_and_each_continued_answer_is_counted():
     assert seen["neuron_di_continued_total", "exact"] == 1
     for reason in ("peer_gone", "kv_corrupt", "stop"):
         assert seen["neuron_di_attempts_total", reason] == 1
+
+
+def test_moved_bytes_and_the_time_to_verify_them_are_summed():
+    metrics = Metrics(NoGauges())
+    for _ in range(3):
+        metrics.count(receipt(attempt(None), kv_bytes=4096, verify_s=0.5), None)
+    seen = parse(metrics.text().decode())
+    assert seen["neuron_di_kv_bytes_total",] == 3 * 4096
+    assert seen["neuron_di_kv_verify_seconds_total",] == 1.5
 
 
 @pytest.mark.parametrize("code", ["made_up_by_a_worker", "x" * 10_000])

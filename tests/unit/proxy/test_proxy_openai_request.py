@@ -118,7 +118,10 @@ def test_fields_about_the_clients_account_are_taken():
         ("function_call", "auto"),
         ("response_format.type", {"type": "json_object"}),
         ("logit_bias", {"1": 2}),
-        ("n", 2),
+        ("n", 9),
+        ("n", -1),
+        ("n", True),
+        ("n", 1.5),
         ("modalities", ["text"]),
         ("audio", {}),
         ("prediction", {}),
@@ -165,7 +168,9 @@ def test_what_a_chat_does_not_support_is_refused_by_name(field, value):
         ("suffix", "x"),
         ("echo", True),
         ("best_of", 2),
+        ("best_of", 0),
         ("n", 0),
+        ("n", 9),
         ("logprobs", True),
         ("logprobs", 21),
         ("messages", MESSAGES),
@@ -185,6 +190,35 @@ def test_what_a_completion_does_not_support_is_refused_by_name(field, value):
         completion(**{field: value})
     assert error.value.param == field
     assert field in error.value.message
+
+
+@pytest.mark.parametrize("read", [completion, chat])
+def test_up_to_eight_choices(read):
+    assert [read(n=n).n for n in (None, 1, 8)] == [1, 1, 8]
+
+
+def test_best_of_may_only_equal_n():
+    assert completion(n=3, best_of=3).n == 3
+    assert completion(n=3, best_of=None).n == 3
+    for best_of in (1, 2, 4):
+        with pytest.raises(BadRequest) as error:
+            completion(n=3, best_of=best_of)
+        assert error.value.param == "best_of"
+
+
+def test_every_choice_has_a_seed_of_its_own_and_nothing_else():
+    request = completion(n=3, seed=-2, temperature=0.5)
+    assert request.choice(0) == request
+    choices = [request.choice(index) for index in range(3)]
+    assert [choice.sampling.seed for choice in choices] == [-2, -1, 0]
+    assert [completion(n=3, seed=seed, temperature=0.5) for seed in (-2, -1, 0)] == choices
+
+
+def test_seeds_wrap_where_int64_ends():
+    last = (1 << 63) - 1
+    request = completion(n=3, seed=last - 1)
+    seeds = [request.choice(index).sampling.seed for index in range(3)]
+    assert seeds == [last - 1, last, -(1 << 63)]
 
 
 def test_limits_that_differ_are_refused():

@@ -65,6 +65,12 @@ def test_a_transfer_that_both_ends_report_is_counted_once():
     assert (sealed.continued, sealed.grade) == (0, None)
 
 
+def test_the_one_receipt_of_a_worker_that_does_it_all_is_counted_once():
+    tried = attempt()
+    tried.prefill = tried.decode = receipt("b1", "both", verify_s=0.5)
+    assert record("r1", tried).seal("length").verify_s == 0.5
+
+
 def test_every_attempt_is_on_the_receipt():
     failed, last = attempt(numerics="a"), attempt(1, emitted=(100, 101))
     failed.num_tokens, failed.code, failed.blamed = 2, "peer_gone", failed.route.decode

@@ -175,6 +175,12 @@ def test_what_is_to_be_avoided_is_taken_when_there_is_nothing_else():
     assert only.pick("tiny", {process_of(p1), process_of(d1)}) == Pair(p1, d1)
 
 
+def test_of_workers_that_do_it_all_the_one_to_avoid_comes_last():
+    b1, b2 = make_record("b1", "both"), make_record("b2", "both")
+    router = router_over(b1, b2)
+    assert [router.pick("tiny", {process_of(b1)}) for _ in range(2)] == [Whole(b2)] * 2
+
+
 def test_another_process_of_an_avoided_worker_is_welcome():
     p1, _, d1, d2 = two_by_two()
     avoid = {process_of(d1), process_of(d2)}
@@ -206,3 +212,17 @@ def test_an_answer_goes_on_with_the_weights_it_began_with():
     assert {router.pick("tiny", model_digest="old").prefill.worker_id for _ in range(3)} == {"pold"}
     with pytest.raises(CapacityError, match="weights"):
         router.pick("tiny", model_digest="lost")
+
+
+def test_an_answer_goes_on_where_its_context_fits():
+    sizes = {"p1": 2048, "p2": 4096, "d1": 4096, "d2": 1024}
+    router = router_over(
+        *(
+            make_record(name, "prefill" if name[0] == "p" else "decode", context_tokens=size)
+            for name, size in sizes.items()
+        )
+    )
+    picked = [router.pick("tiny", context_tokens=4096) for _ in range(3)]
+    assert {(r.prefill.worker_id, r.decode.worker_id) for r in picked} == {("p2", "d1")}
+    with pytest.raises(CapacityError, match="context"):
+        router.pick("tiny", context_tokens=4097)

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
-from scripted_worker import receipt
+from scripted_worker import receipt, token
 from virtual_cluster import (
     VirtualCluster,
     VirtualWorker,
@@ -18,10 +18,10 @@ from virtual_cluster import (
     virtual,
 )
 
-from neuron_di.errors import PeerGone
+from neuron_di.errors import PeerGone, PeerTimeout
 from neuron_di.wire import Released
 from neuron_di_proxy.route import Pair
-from neuron_di_proxy.self_test import ID_PREFIX, RETRY_S
+from neuron_di_proxy.self_test import ID_PREFIX, RETRY_S, TEST_TIMEOUT_S
 
 
 def outcomes(cluster):
@@ -80,7 +80,7 @@ async def without_bytes(leg):
     [
         (play, fail_with(PeerGone("d1 is gone")), "d1 is gone"),
         (play, fail_with(failed("kv_corrupt", 502)), "kv_corrupt"),
-        (silent_after(0), play, "not complete in time"),
+        (silent_after(2), silent_after(0), "not complete in time"),
         (no_kv, without_bytes, "no KV was moved"),
     ],
 )
@@ -137,6 +137,64 @@ async def test_a_busy_worker_has_not_failed():
         assert outcomes(cluster) == {}
         await asyncio.sleep(1.0)
         assert outcomes(cluster) == {("p1", "d1"): ("ok", "")}
+
+
+def slow_prefill(error):
+    async def script(leg):
+        await asyncio.sleep(TEST_TIMEOUT_S + 1.0 if error is None else 20.0)
+        yield error or token(0)
+
+    return script
+
+
+@pytest.mark.parametrize("error", [None, failed("deadline_exceeded", 504), PeerTimeout("silent")])
+@virtual
+async def test_a_test_that_waits_for_prefill_in_vain_says_nothing(error):
+    async with one_by_one() as cluster:
+        cluster.workers["p1"].script = once(slow_prefill(error))
+        await cluster.start_self_test()
+        await asyncio.sleep(TEST_TIMEOUT_S + 1.0 if error is None else 21.0)
+        assert outcomes(cluster) == {}
+        assert len(cluster.legs) == 2  # and is not tried again at once
+        await asyncio.sleep(RETRY_S)
+        assert outcomes(cluster) == {("p1", "d1"): ("ok", "")}
+
+
+@virtual
+async def test_a_pair_that_breaks_later_is_found_by_the_first_request_that_it_fails():
+    async def break_d1(leg):
+        is_bad = partner(cluster, leg) == "p1"
+        script = fail_with(failed("kv_corrupt", 502, fault="peer")) if is_bad else play
+        async for event in script(leg):
+            yield event
+
+    async with two_by_two() as cluster:
+        await cluster.start_self_test()
+        await asyncio.sleep(5.0)
+        assert set(outcomes(cluster).values()) == {("ok", "")}
+        cluster.workers["d1"].script = break_d1
+        asked = await cluster.ask()
+        assert asked.is_complete
+        assert asked.attempts() == [
+            ("p1", "d1", 0, "kv_corrupt", "p1"),
+            ("p2", "d2", 1, None, None),
+        ]
+        await asyncio.sleep(1.0)
+        assert outcomes(cluster)["p1", "d1"] == ("failed", "failed: kv_corrupt")
+        num_legs = len(cluster.legs)
+        cluster.workers["d1"].script = play
+        await asyncio.sleep(RETRY_S + 5.0)
+        assert outcomes(cluster)["p1", "d1"] == ("ok", "")
+        assert len(cluster.legs) == num_legs + 2  # only the doubted pair, and once
+        assert {r.state for r in cluster.health.reports()} == {"up"}
+
+
+@virtual
+async def test_doubts_about_processes_that_are_gone_are_forgotten():
+    async with one_by_one() as cluster:
+        cluster.pairs.doubt(*(worker.record for worker in cluster.workers.values()))
+        cluster.pairs.keep_only(())
+        assert not cluster.pairs._doubted
 
 
 @virtual

@@ -29,6 +29,13 @@ def test_an_address_that_is_not_ours_is_said():
         bind(ProxyConfig(host="192.0.2.1", port=0))
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only some systems have it")
+def test_the_system_ends_connections_that_are_never_read():
+    config = ProxyConfig(port=0, limits=replace(AT_ONCE, send_timeout_s=3.0))
+    with contextlib.closing(bind(config)) as sock:
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 6000
+
+
 @pytest.mark.skipif(not socket.has_ipv6, reason="this host has no IPv6")
 def test_ipv6():
     with contextlib.closing(bind(ProxyConfig(host="::1", port=0))) as sock:

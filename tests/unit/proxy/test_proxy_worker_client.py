@@ -236,6 +236,15 @@ async def test_something_that_does_not_speak_http(client):
 
 async def test_status(client, worker):
     assert (await client.status(worker.record)).record == worker.record
+    worker.freeze()
+    waits_s = (600.0, 0.01)
+    asking = [asyncio.create_task(client.status(worker.record, wait_s)) for wait_s in waits_s]
+    done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+    assert done == {asking[1]}
+    with pytest.raises(PeerTimeout, match="did not answer in time"):
+        await asking[1]
+    worker.thaw()
+    assert (await asking[0]).record == worker.record
     await worker.stop()
     with pytest.raises(PeerGone):
         await client.status(worker.record)

@@ -198,14 +198,16 @@ class VirtualWorker:
         life = Incarnation(f"{self.record.incarnation}+")
         self.record = msgspec.structs.replace(self.record, incarnation=life)
 
-    async def status(self) -> WorkerStatus:
+    async def status(self, timeout_s: float = 1.0) -> WorkerStatus:
         self.num_asked += 1
         await asyncio.sleep(0.001)
         if self.is_gone:
             raise PeerGone(f"worker {self.record.worker_id} is gone")
-        if not self.thawed.is_set():
-            await asyncio.sleep(1.0)
-            raise PeerTimeout(f"worker {self.record.worker_id} did not answer in time")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.thawed.wait()
+        except TimeoutError:
+            raise PeerTimeout(f"worker {self.record.worker_id} did not answer in time") from None
         status = WorkerStatus(
             record=self.record,
             num_blocks=64,
@@ -280,8 +282,8 @@ class VirtualCluster:
         self.legs.append(opened)
         return opened
 
-    async def status(self, record: WorkerRecord) -> WorkerStatus:
-        return await self.workers[record.worker_id].status()
+    async def status(self, record: WorkerRecord, timeout_s: float) -> WorkerStatus:
+        return await self.workers[record.worker_id].status(timeout_s)
 
     def are_all_legs_closed(self) -> bool:
         return all(leg.is_closed for leg in self.legs)
@@ -298,7 +300,8 @@ class VirtualCluster:
                         asked.times_s.append(now_s())
         except NeuronDiError as error:
             asked.error = error
-        assert self.are_all_legs_closed()
+        mine = asked.record.request_id
+        assert all(leg.is_closed for leg in self.legs if leg.message.request_id == mine)
         return asked
 
     def request(self) -> Asked:

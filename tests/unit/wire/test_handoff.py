@@ -35,7 +35,7 @@ TABLES = {
 FROM_PEER = {
     *(SE.LOOKUP, SE.HOLD, SE.PULL, SE.DONE, SE.ABORT),
     *(RE.NOT_YET, RE.NEVER, RE.READY),
-    *LE,
+    *(set(LE) - {LE.OVERDUE}),
 }
 EVERY_CASE = [
     (name, state, event)
@@ -184,6 +184,14 @@ def test_w5_prefill_dies_after_its_token_and_the_attempt_fails_once():
 def test_w6_decode_never_speaks_before_prefill(early):
     for state in (L.LAUNCHED, L.STARTED):
         assert launch_step(state, early) == (state, (LA.HOLD_BACK,))
+
+
+def test_decode_is_heard_before_prefill_accuses_it_but_not_for_ever():
+    for state in (L.LAUNCHED, L.STARTED, L.PARKED):
+        assert launch_step(state, LE.PREFILL_DENIED) == (state, (LA.HOLD_BACK,))
+        assert launch_step(state, LE.DECODE_FAILED) == (L.OVER, (LA.FAIL,))
+        assert launch_step(state, LE.OVERDUE) == (L.OVER, (LA.FAIL,))
+    assert launch_step(L.DECODING, LE.PREFILL_DENIED) == (L.DECODING, ())
 
 
 def test_w7_an_attempt_is_used_once():

@@ -234,6 +234,22 @@ LAUNCH_MISTAKES = {
         (L.OVER, (LA.FAIL,)),
         "failed though decode goes on",
     ),
+    "decode is not heard": (
+        (L.PARKED, LE.PREFILL_DENIED),
+        (L.OVER, (LA.FAIL,)),
+        "accused and not heard",
+    ),
+    "a denial stops decode": (
+        (L.DECODING, LE.PREFILL_DENIED),
+        (L.OVER, (LA.FAIL,)),
+        "failed though decode goes on",
+    ),
+    "both wait for each other": ((L.LAUNCHED, LE.OVERDUE), REMOVED, "is refused"),
+    "a denial is held back for ever": (
+        (L.PARKED, LE.OVERDUE),
+        (L.PARKED, (LA.HOLD_BACK,)),
+        "held back for ever",
+    ),
     "an honest worker is refused": ((L.DECODING, LE.PREFILL_RELEASED), REMOVED, "is refused"),
     "a receipt is thrown away": ((L.PARKED, LE.PREFILL_RELEASED), (L.PARKED, ()), "a receipt"),
 }
