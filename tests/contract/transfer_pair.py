@@ -27,7 +27,8 @@ class HeldList(list[int]):
         self._gate = gate
 
     def __iter__(self) -> Iterator[int]:
-        assert self._gate.wait(30.0)
+        is_open = self._gate.wait(30.0)
+        assert is_open
         return super().__iter__()
 
 

@@ -33,7 +33,8 @@ def answer_of_one_engine(prompt_ids, sampling, *, after_prefill=None):
     )
     engine.submit(request)
     while not any(isinstance(event, Ended) for event in events):
-        assert engine.turn(block=False)
+        has_worked = engine.turn(block=False)
+        assert has_worked
         if after_prefill is not None and len(request.generated) == 1:
             after_prefill(backend, request)
     backend.close()
