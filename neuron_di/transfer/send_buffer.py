@@ -220,6 +220,9 @@ class SendBuffer:
             await self._loop.run_in_executor(None, accept, peer.incarnation, message.region)
         except PeerError as error:
             self._send(identity, Refused(reason=error.message[:REASON_CHARS_MAX]))
+        except Exception:  # ours; the peer must not wait for its deadline to learn of it
+            _log.exception("accept_failed", peer=peer.worker_id)
+            self._send(identity, Refused(reason="the transfer engine failed to connect"))
         else:
             self._send(identity, KvMap(region=self._transfer.local_region()))
         finally:

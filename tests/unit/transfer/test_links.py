@@ -362,3 +362,17 @@ async def test_a_transfers_time_counts_what_was_posted_before_it(cluster):
     for token in pulled:
         assert (await end_of(token)).error() is None
     await until(lambda: decode.connector.counters.kv_bytes_in_flight == 0)
+
+
+async def test_a_transfer_engine_that_fails_to_accept_is_told_at_once(cluster):
+    prefill = cluster.prefill(make_transfer=HeldEngine)
+
+    def fail(peer, region):
+        raise ValueError("a bug")
+
+    prefill.transfer.accept = fail
+    with BareDecode(prefill) as peer:
+        await peer.shake_hands()
+        answer = await peer.ask(KvMapInit(region=prefill.pool.region()))
+    assert answer == Refused(reason="the transfer engine failed to connect")
+    assert not prefill.buffer._accepting
