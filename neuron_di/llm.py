@@ -12,7 +12,13 @@ from neuron_di.config import EngineOptions
 from neuron_di.core import BlockPool, CombinedScheduler
 from neuron_di.engine import Broken, Emitted, Ended, Engine, EngineEvent, Key
 from neuron_di.errors import BadRequest, NeuronDiError
-from neuron_di.request import OutputText, Request, check_sampling, resolve_max_tokens
+from neuron_di.request import (
+    OutputText,
+    Request,
+    TokenRuleMaker,
+    check_sampling,
+    resolve_max_tokens,
+)
 from neuron_di.types import FinishReason, RequestId
 from neuron_di.wire import SamplingParams
 from neuron_di.worker import load_model
@@ -58,6 +64,11 @@ class LLM:
         )
         self._engine.start()
         self._num_requests = 0
+        self._rules = TokenRuleMaker(
+            self._model.tokenizer,
+            num_vocab=self._model.backend.num_vocab,
+            eos_token_ids=self._model.eos_token_ids,
+        )
 
     def generate(
         self, prompts: Sequence[str | list[int]], sampling: SamplingParams | None = None
@@ -132,5 +143,7 @@ class LLM:
                 stop=sampling.stop,
                 skip_special_tokens=sampling.skip_special_tokens,
                 min_tokens=sampling.min_tokens,
+                include_stop=sampling.include_stop_str_in_output,
             ),
+            rules=self._rules.rules_of(sampling),
         )

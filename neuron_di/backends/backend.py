@@ -13,6 +13,8 @@ from neuron_di.types import BlockId
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from neuron_di.models import ReadLogits
+
 # Called after a layer's KV of the current chunk is in the pool: layer index, blocks written.
 LayerHook = Callable[[int, Sequence[BlockId]], None]
 
@@ -27,8 +29,16 @@ class Backend(Protocol):
     # for bit. None: no two runs need be equal.
     numerics: str | None
 
-    def prefill(self, chunk: PrefillChunk, after_layer: LayerHook | None = None) -> "Tensor | None":
+    def prefill(
+        self,
+        chunk: PrefillChunk,
+        after_layer: LayerHook | None = None,
+        read_logits: "ReadLogits | None" = None,
+    ) -> "Tensor | None":
         """Write the chunk's KV into its request's blocks.
+
+        `read_logits` gets the logits of every position of the chunk, a few rows at a time and in
+        order; they are the caller's for the time of the call. Never asked for in a replay.
 
         Returns the last position's logits [V], float32, when the chunk is the request's last. A
         replay gives the KV and the logits that `decode` gave for the same positions, on CPU bit

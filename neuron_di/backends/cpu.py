@@ -19,6 +19,7 @@ from neuron_di.models import (
     AttendChunk,
     LayerWeights,
     ModelWeights,
+    ReadLogits,
     TorchAttention,
     Transformer,
     load_weights,
@@ -67,7 +68,12 @@ class CpuBackend:
             attend = self._attend_by_kernel  # in 16 bits torch may use the matrix unit
         self._transformer = Transformer(spec, weights, angle_tables, pool, attend)
 
-    def prefill(self, chunk: PrefillChunk, after_layer: LayerHook | None = None) -> Tensor | None:
+    def prefill(
+        self,
+        chunk: PrefillChunk,
+        after_layer: LayerHook | None = None,
+        read_logits: ReadLogits | None = None,
+    ) -> Tensor | None:
         if chunk.is_replay:
             return self._replay(chunk, after_layer)
         request = chunk.request
@@ -77,6 +83,7 @@ class CpuBackend:
             block_ids=request.block_ids,
             with_logits=chunk.is_last,
             after_layer=after_layer,
+            read_logits=read_logits,
         )
 
     def decode(self, batch: DecodeBatch) -> Tensor:

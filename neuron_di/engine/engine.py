@@ -34,8 +34,10 @@ from neuron_di.engine.events import (
     PrefillParked,
     Timing,
 )
+from neuron_di.engine.prompt_scores import PromptScores
 from neuron_di.engine.sampler import SampledToken, describe_logprobs, sample
 from neuron_di.errors import (
+    ClientError,
     LocalProtocolError,
     NeuronDiError,
     RemoteProtocolError,
@@ -61,6 +63,7 @@ class _Live:
     request: Request
     timing: Timing = field(default_factory=Timing)
     since_s: float = field(default_factory=now_s)  # when the current phase began
+    prompt: PromptScores | None = None  # where the client asked for a report
 
 
 class Engine:
@@ -202,7 +205,7 @@ class Engine:
         try:
             if isinstance(plan, PrefillChunk):
                 reach("prefilling")
-                last = self._backend.prefill(plan)
+                last = self._prefill(plan)
                 logits = None if last is None else last.unsqueeze(0)
             else:
                 if is_watched() and any(len(each.generated) >= 3 for each in plan.requests):
@@ -214,6 +217,12 @@ class Engine:
             return None
         plan.mark_computed()
         return logits
+
+    def _prefill(self, chunk: PrefillChunk) -> "Tensor | None":
+        prompt = self._live[chunk.request.key].prompt
+        if prompt is None or not prompt.needs_logits or chunk.is_replay:
+            return self._backend.prefill(chunk)
+        return self._backend.prefill(chunk, read_logits=prompt.read)
 
     def _postprocess(self, plan: StepPlan, logits_BV: "Tensor") -> None:
         for row, request in enumerate(_requests_of(plan)):
@@ -234,7 +243,15 @@ class Engine:
         index = len(request.generated)
         outcome = accept_token(request, sampled.token_id, self._eos_token_ids)
         logprobs = describe_logprobs(self._tokenizer, sampled)
-        token = Token(index=index, token_id=sampled.token_id, text=outcome.text, logprobs=logprobs)
+        prompt = self._live[request.key].prompt if index == 0 else None
+        token = Token(
+            index=index,
+            token_id=sampled.token_id,
+            text=outcome.text,
+            logprobs=logprobs,
+            prompt=None if prompt is None else prompt.report(),
+            in_reasoning=index == 0 and request.begins_in_reasoning,
+        )
         self._events.append(Emitted(request.key, token))
         if outcome.finish is not None:
             self._end(request, outcome.finish)
@@ -258,6 +275,7 @@ class Engine:
                 finish.text,
                 request.num_prompt,
                 len(request.generated),
+                request.num_cached,
                 timing,
             )
         )
@@ -289,6 +307,9 @@ class Engine:
         self._events.append(Broken(request.key, error))
 
     def _fail(self, request: Request, error: Exception) -> None:
+        if isinstance(error, ClientError):  # such as rules that leave no token to choose
+            self._break(request, error)
+            return
         _log.exception("step_failed", request=request.request_id)
         self._break(request, WorkerFailed(f"the step failed: {type(error).__name__}"))
 
@@ -306,7 +327,9 @@ class Engine:
         except NeuronDiError as refusal:
             self._events.append(Broken(request.key, refusal))
         else:
-            self._live[request.key] = _Live(request)
+            self._live[request.key] = live = _Live(request)
+            if request.prompt_wish is not None:
+                live.prompt = PromptScores(request, request.prompt_wish, self._tokenizer)
 
     def _accept_given(self, request: Request) -> Finish | None:
         """Bring the request to where its given ids lead; the end, if one of them is that.

@@ -46,6 +46,7 @@ class Ended:
     text: str
     num_prompt: int
     num_generated: int
+    num_cached: int
     timing: Timing
 
 

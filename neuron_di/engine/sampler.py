@@ -5,7 +5,8 @@ of (seed, token index). So a request gets the same tokens whoever shares its bat
 whichever worker draws them. The order of the steps is vLLM's:
 
     raw logits -> logprobs reported
-      -> EOS and stop ids masked until `min_tokens` -> penalties
+      -> grammar -> allowed ids -> bad words -> EOS and stop ids masked until `min_tokens`
+      -> bias -> penalties
       -> temperature 0: the largest, the lowest id of equals
       -> else temperature -> top-k and min-p -> top-p -> one draw
 
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from neuron_di.engine.logit_masks import biased, restricted
 from neuron_di.errors import LocalProtocolError
 from neuron_di.request import Request, Tokenizer, end_token_ids
 from neuron_di.wire import SamplingParams, TokenLogprob, TokenLogprobs
@@ -57,7 +59,8 @@ def sample(
     """Choose one token per request. `logits_BV` is float32 on the CPU, row b for requests[b].
 
     The token's index is `len(request.generated)`; neither logits nor requests are changed.
-    Raises LocalProtocolError when a row's largest logit is NaN or infinite.
+    Raises LocalProtocolError when a row's largest logit is NaN or infinite, BadRequest when the
+    request's rules leave no token, or its grammar cannot go on.
     """
     assert logits_BV.dtype == torch.float32, logits_BV.dtype
     rows = logits_BV.detach().numpy()
@@ -78,6 +81,7 @@ def describe_logprobs(tokenizer: Tokenizer, sampled: SampledToken) -> TokenLogpr
             text=tokenizer.token_text(token_id),
             logprob=max(logprob, LOGPROB_MIN),
             token_bytes=list(tokenizer.token_bytes(token_id)),
+            token_id=token_id,
         )
 
     return TokenLogprobs(
@@ -89,9 +93,13 @@ def describe_logprobs(tokenizer: Tokenizer, sampled: SampledToken) -> TokenLogpr
 def _sample_row(raw_V: Floats, request: Request, eos_token_ids: tuple[int, ...]) -> SampledToken:
     params = request.sampling
     index = len(request.generated)
-    logits_V = raw_V
-    if index < params.min_tokens:
-        logits_V = _without(logits_V, end_token_ids(params, eos_token_ids))
+    logits_V, rules = raw_V, request.rules
+    if rules is not None:
+        logits_V = restricted(logits_V, rules, request)
+    if held_back := _held_back(request, index, eos_token_ids):
+        logits_V = _without(logits_V, held_back)
+    if rules is not None:
+        logits_V = biased(logits_V, rules)
     logits_V = _penalised(logits_V, request)
     best = int(np.argmax(logits_V))
     if not np.isfinite(logits_V[best]):  # argmax finds NaN first
@@ -102,7 +110,19 @@ def _sample_row(raw_V: Floats, request: Request, eos_token_ids: tuple[int, ...])
         token_id = _draw(logits_V, best, params, _uniform(params.seed, index))
     if params.logprobs is None:
         return SampledToken(token_id)
-    return SampledToken(token_id, _logprobs(raw_V, token_id, params.logprobs))
+    return SampledToken(token_id, raw_logprobs(raw_V, token_id, params.logprobs))
+
+
+def _held_back(request: Request, index: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that may be chosen only if there is no other: those that would end it too soon.
+
+    A grammar offers EOS even if `ignore_eos`, so that an answer whose grammar is complete ends.
+    """
+    params, rules = request.sampling, request.rules
+    ids = end_token_ids(params, eos_token_ids) if index < params.min_tokens else ()
+    if params.ignore_eos and rules is not None and rules.grammar is not None:
+        return ids + eos_token_ids
+    return ids
 
 
 def _without(logits_V: Floats, token_ids: tuple[int, ...]) -> Floats:
@@ -204,7 +224,8 @@ def _uniform(seed: int, token_index: int) -> float:
     return float((int(bits) >> 11) * 2.0**-53)
 
 
-def _logprobs(raw_V: Floats, token_id: int, num_top: int) -> RawLogprobs:
+def raw_logprobs(raw_V: Floats, token_id: int, num_top: int) -> RawLogprobs:
+    """The logprob of one token, and the `num_top` largest, under these logits [V]."""
     peak = raw_V.max()
     log_total = float(np.log(np.exp(raw_V - peak).sum(dtype=np.float64))) + float(peak)
     top = [(int(i), float(raw_V[i]) - log_total) for i in _largest(raw_V, num_top)]

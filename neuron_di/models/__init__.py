@@ -9,7 +9,7 @@ from neuron_di.models.checkpoint import (
 )
 from neuron_di.models.rope import RopeSpec
 from neuron_di.models.spec import ModelSpec
-from neuron_di.models.transformer import Transformer
+from neuron_di.models.transformer import ReadLogits, Transformer
 from neuron_di.models.weights import LayerWeights, ModelWeights
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "LoadProgress",
     "ModelSpec",
     "ModelWeights",
+    "ReadLogits",
     "RopeSpec",
     "TorchAttention",
     "Transformer",

@@ -16,6 +16,12 @@ from neuron_di.models.spec import ModelSpec
 from neuron_di.models.weights import LayerWeights, ModelWeights
 from neuron_di.types import BlockId
 
+# Called with a position and the logits [T, V], float32, of that position and those after it.
+ReadLogits = Callable[[int, Tensor], None]
+
+# Rows of logits that are made at once when all of a chunk are read: a wide vocabulary's are large.
+_READ_ROWS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
@@ -62,13 +68,15 @@ class Transformer:
         block_ids: Sequence[BlockId],
         with_logits: bool,
         after_layer: Callable[[int, Sequence[BlockId]], None] | None = None,
+        read_logits: ReadLogits | None = None,
     ) -> Tensor | None:
         """Run positions [start, start + len(token_ids)) of one request.
 
         `block_ids` are the request's blocks in order: the chunk's KV is written there, and the
         KV of [0, start) must be there. `after_layer(layer, blocks)` is called once the chunk's KV
-        of that layer is in those blocks. Returns the last position's logits [V] in float32, or
-        None when they are not wanted.
+        of that layer is in those blocks. `read_logits` gets the logits of all positions, a few at
+        a time and in order. Returns the last position's logits [V] in float32, or None when they
+        are not wanted: the same bits whether or not all are read.
         """
         end = start + len(token_ids)
         chunk = self._plan_chunk(start, end, block_ids)
@@ -79,11 +87,16 @@ class Transformer:
             if after_layer is not None:
                 after_layer(number, written)
             self._add_mlp_(hidden_TE, layer)
+        if read_logits is not None:
+            for first in range(0, len(hidden_TE), _READ_ROWS):
+                read_logits(start + first, self._logits(hidden_TE[first : first + _READ_ROWS]))
         if not with_logits:
             return None
         # One position only: the vocabulary's projection costs as much as several layers.
-        last_E = self._norm(hidden_TE[-1], self._weights.final_norm)
-        return F.linear(last_E, self._weights.lm_head).float()
+        return self._logits(hidden_TE[-1])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self._norm(hidden, self._weights.final_norm), self._weights.lm_head).float()
 
     def _plan_chunk(self, start: int, end: int, block_ids: Sequence[BlockId]) -> _Chunk:
         """Work out once what is the same for every layer."""

@@ -1,7 +1,8 @@
 """One request: its text in and out, how its tokens are chosen, and when it ends."""
 
-from neuron_di.request.chat_template import ChatTemplate
+from neuron_di.request.chat_template import ChatExtras, ChatTemplate
 from neuron_di.request.output_text import OutputText
+from neuron_di.request.prompt_wish import PromptWish
 from neuron_di.request.request import Request, RequestStatus
 from neuron_di.request.sampling import (
     Finish,
@@ -11,18 +12,28 @@ from neuron_di.request.sampling import (
     end_token_ids,
     resolve_max_tokens,
 )
+from neuron_di.request.template_traits import TemplateTraits, is_in_reasoning, template_traits
+from neuron_di.request.token_rules import TokenRuleMaker, TokenRules, has_token_rules
 from neuron_di.request.tokenizer import Tokenizer
 
 __all__ = [
+    "ChatExtras",
     "ChatTemplate",
     "Finish",
     "OutputText",
+    "PromptWish",
     "Request",
     "RequestStatus",
+    "TemplateTraits",
     "TokenOutcome",
+    "TokenRuleMaker",
+    "TokenRules",
     "Tokenizer",
     "accept_token",
     "check_sampling",
     "end_token_ids",
+    "has_token_rules",
+    "is_in_reasoning",
     "resolve_max_tokens",
+    "template_traits",
 ]

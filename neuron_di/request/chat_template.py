@@ -5,20 +5,52 @@ Jinja's sandbox, and the number of messages and the length of the text are limit
 """
 
 import json
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from neuron_di.clock import unix_s
 from neuron_di.errors import BadRequest, TooLarge
+from neuron_di.request.chat_messages import check_messages
 
-MESSAGES_MAX = 10_000
 RENDERED_CHARS_MAX = 16 << 20
+
+_KWARGS = "chat_template_kwargs"
+# What has a field of its own in a request, or means something to a renderer.
+_RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+    }
+)
+_END_MARK = "<end-of-final-message> "  # with a space, which shows whether contents are trimmed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ChatExtras:
+    """What a template gets beside the messages. The client's JSON, unchecked, where it is Any.
+
+    `add_generation_prompt`: the text ends where the assistant's answer begins.
+    `continue_final_message`: it ends where the last message ends, which the answer goes on with.
+    """
+
+    tools: Any = None
+    documents: Any = None
+    template_kwargs: Any = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class ChatTemplate:
@@ -35,25 +67,40 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens
+        free = find_undeclared_variables(environment.parse(source))
+        self._variables = free - set(environment.globals)
 
-    def render(self, messages: Any) -> str:
-        """The prompt up to where the assistant's answer begins.
+    def render(self, messages: Any, extras: ChatExtras | None = None) -> str:
+        """The prompt's text. `messages` is the client's JSON.
 
-        `messages` is the client's JSON. Raises BadRequest (param "messages") or TooLarge.
+        Raises BadRequest, whose param is "messages" or names one of the extras, or TooLarge.
         """
-        checked = _check_messages(messages)
+        extras = extras or ChatExtras()
+        if extras.add_generation_prompt and extras.continue_final_message:
+            raise BadRequest(
+                "add_generation_prompt and continue_final_message exclude each other",
+                param="continue_final_message",
+            )
+        checked = check_messages(messages, takes_tool_calls="tool_calls" in self.source)
+        continued = _mark_end(checked[-1]) if extras.continue_final_message else None
+        text = self._generate(
+            messages=checked,
+            tools=_check_objects("tools", extras.tools) or None,
+            documents=self._check_documents(extras.documents),
+            add_generation_prompt=extras.add_generation_prompt,
+            **self._special_tokens,
+            **self._check_kwargs(extras.template_kwargs),
+        )
+        return text if continued is None else _cut_after(text, continued)
+
+    def _generate(self, **variables: Any) -> str:
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate(
-                messages=checked,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            ):
+            for piece in self._template.generate(variables):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > RENDERED_CHARS_MAX:
@@ -78,46 +125,58 @@ class ChatTemplate:
             ) from None
         return "".join(pieces)
 
+    def _check_documents(self, documents: Any) -> list[dict[str, Any]] | None:
+        checked = _check_objects("documents", documents)
+        if checked and "documents" not in self._variables:
+            raise BadRequest("this model's chat template takes no documents", param="documents")
+        return checked
 
-def _check_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages with each content as one string and without the keys that are null."""
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages must be a list with at least one message", param="messages")
-    if len(messages) > MESSAGES_MAX:
-        raise TooLarge(
-            f"{len(messages)} messages, more than the limit of {MESSAGES_MAX}", param="messages"
-        )
-    return [_check_message(index, message) for index, message in enumerate(messages)]
+    def _check_kwargs(self, kwargs: Any) -> dict[str, Any]:
+        """Variables of this template, and none that is ours to set."""
+        if kwargs is None:
+            return {}
+        if not isinstance(kwargs, dict):
+            raise BadRequest("chat_template_kwargs must be an object", param=_KWARGS)
+        for name in kwargs:
+            if name in _RESERVED or name in self._special_tokens:
+                raise BadRequest(f"chat_template_kwargs may not set {name!r}", param=_KWARGS)
+            if name not in self._variables:
+                raise BadRequest(
+                    f"this model's chat template takes no {name[:64]!r}", param=_KWARGS
+                )
+        return kwargs
 
 
-def _check_message(index: int, message: Any) -> dict[str, Any]:
-    where = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise BadRequest(f"{where} must be an object", param="messages")
-    if not isinstance(message.get("role"), str):
-        raise BadRequest(f"{where}.role must be a string", param="messages")
+def _check_objects(name: str, value: Any) -> list[dict[str, Any]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadRequest(f"{name} must be a list of objects", param=name)
+    return value
+
+
+def _mark_end(message: dict[str, Any]) -> str:
+    """Put the mark behind the message's content, in place; returns the content as it was."""
     content = message.get("content")
-    if isinstance(content, list):
-        # The parts are separate paragraphs, as vLLM has it.
-        content = "\n".join(_part_text(f"{where}.content", part) for part in content)
     if not isinstance(content, str):
-        raise BadRequest(
-            f"{where}.content must be a string or a list of text parts", param="messages"
-        )
-    given = {key: value for key, value in message.items() if value is not None}
-    return {**given, "content": content}
+        raise BadRequest("the final message has no content to continue", param="messages")
+    message["content"] = content + _END_MARK
+    return content
 
 
-def _part_text(where: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
+def _cut_after(text: str, content: str) -> str:
+    """The text up to the end of the final message, which `_mark_end` has marked."""
+    mark = _END_MARK.rstrip()
+    place = text.rfind(mark)
+    if place < 0 or content.strip() not in text:
         raise BadRequest(
-            f"{where} has a part of type {kind!r}; only 'text' is supported", param="messages"
+            "the model's chat template does not show the final message as it is, "
+            "so it cannot be continued",
+            param="continue_final_message",
         )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise BadRequest(f"{where} has a text part without a text", param="messages")
-    return text
+    # A template that trims contents took the mark's own space, and would take the content's.
+    keeps_spaces = text.startswith(_END_MARK, place)
+    return text[:place] if keeps_spaces else text[:place].rstrip()
 
 
 class _Generation(Extension):

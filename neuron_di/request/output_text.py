@@ -14,7 +14,8 @@ class OutputText:
     that end at the same character, the longest. This doesn't depend on how the text is split
     into tokens. A stop string that ends before token number `min_tokens` does not count.
 
-    `stop_hit` is the stop string that was found. From then on there is no more text.
+    `stop_hit` is the stop string that was found. From then on there is no more text. With
+    `include_stop` the text is cut behind it.
     """
 
     def __init__(
@@ -24,11 +25,13 @@ class OutputText:
         stop: tuple[str, ...],
         skip_special_tokens: bool,
         min_tokens: int,
+        include_stop: bool = False,
     ) -> None:
         self.stop_hit: str | None = None
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._num_tokens = 0
         self._at_start = True
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -65,7 +68,7 @@ class OutputText:
             if found and may_stop:
                 self.stop_hit = max(found, key=len)
                 self._held = ""
-                return text[: end - len(self.stop_hit)]
+                return text[: end if self._include_stop else end - len(self.stop_hit)]
         num_held = max(matcher.num_matched for matcher in self._matchers)
         safe = len(text) - num_held
         self._held = text[safe:]

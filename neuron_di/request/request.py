@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 from neuron_di.request.output_text import OutputText
+from neuron_di.request.prompt_wish import PromptWish
+from neuron_di.request.token_rules import TokenRules
 from neuron_di.types import BlockId, FinishReason, RequestId
 from neuron_di.wire import SamplingParams
 
@@ -48,6 +50,7 @@ class Request:
         output: OutputText,
         given: Sequence[int] = (),
         num_prefilled: int | None = None,
+        rules: TokenRules | None = None,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
@@ -55,6 +58,9 @@ class Request:
         self.sampling = sampling
         self.max_tokens = max_tokens  # resolved against the context, at least 1
         self.output = output
+        self.rules = rules  # None: every token is as good as its logit
+        if rules is not None and rules.grammar is not None:
+            rules.grammar.begin(prompt_ids)
         self.given = tuple(given)
         known = len(prompt_ids) + len(self.given)
         self.num_prefilled = known if num_prefilled is None else num_prefilled
@@ -63,6 +69,9 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.block_ids: list[BlockId] = []
         self.num_computed = 0
+        self.num_cached = 0  # positions of the prompt whose KV was found, and not computed
+        self.prompt_wish: PromptWish | None = None  # what token 0 tells of the prompt
+        self.begins_in_reasoning = False  # the prompt itself opened it
 
     @property
     def num_prompt(self) -> int:

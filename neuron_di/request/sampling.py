@@ -4,6 +4,7 @@ Ranges are OpenAI's where OpenAI has the field (temperature 0 to 2, penalties -2
 vLLM's. 0 turns `top_k` and `min_p` off, 1 turns `top_p` and `repetition_penalty` off.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from neuron_di.errors import BadRequest
@@ -15,6 +16,11 @@ STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 1024
 STOP_TOKEN_IDS_MAX = 128
 LOGPROBS_MAX = 20
+LOGIT_BIAS_MAX = 1024
+ALLOWED_IDS_MAX = 1 << 20  # where the size of the vocabulary is not known
+BAD_WORDS_MAX = 128
+BAD_WORD_CHARS_MAX = 256
+GRAMMAR_CHARS_MAX = 64 << 10
 REPETITION_PENALTY_MIN = 0.01  # smaller ones leave the range of float32
 
 _SEED_MIN, _SEED_MAX = -(1 << 63), (1 << 63) - 1
@@ -41,7 +47,7 @@ class TokenOutcome(NamedTuple):
 def check_sampling(params: SamplingParams, num_vocab: int | None = None) -> None:
     """Raise BadRequest, with the field and its range, unless every parameter is allowed.
 
-    Without `num_vocab` stop token ids are not compared with the vocabulary.
+    Without `num_vocab` token ids are not compared with the vocabulary.
     """
     _check_range("temperature", params.temperature, 0, 2)
     _check_range("top_p", params.top_p, 0, 1, low_is_allowed=False)
@@ -61,6 +67,7 @@ def check_sampling(params: SamplingParams, num_vocab: int | None = None) -> None
     if params.max_tokens is not None:
         _check_min_tokens(params, params.max_tokens)
     _check_stop(params, num_vocab)
+    _check_token_rules(params, num_vocab)
 
 
 def resolve_max_tokens(params: SamplingParams, num_prompt: int, context_tokens: int) -> int:
@@ -96,21 +103,36 @@ def end_token_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tup
 def accept_token(request: Request, token_id: int, eos_token_ids: tuple[int, ...]) -> TokenOutcome:
     """Append the newest token to `request`, take its text, and decide whether it is the last.
 
-    EOS and stop tokens count as generated, but their own text is not part of the output.
-    A stop wins over the length that is reached with the same token.
+    EOS and stop tokens count as generated, but their own text is not part of the output, unless
+    `include_stop_str_in_output`. A stop wins over the length that is reached with the same token.
+    A grammar that is complete ends the request as EOS does, also before `min_tokens`.
+
+    Raises what the grammar says of a token that cannot come here.
     """
     params = request.sampling
     index = len(request.generated)
     request.generated.append(token_id)
     if index >= params.min_tokens and token_id in end_token_ids(params, eos_token_ids):
         is_eos = token_id in eos_token_ids and not params.ignore_eos
-        return TokenOutcome("", _finish(request, "stop", None if is_eos else token_id))
+        return _end(request, token_id, is_eos=is_eos)
+    rules = request.rules
+    if rules is not None and rules.grammar is not None and rules.grammar.accept(token_id):
+        is_eos = token_id in eos_token_ids
+        if is_eos or token_id in params.stop_token_ids:
+            return _end(request, token_id, is_eos=is_eos)
+        return TokenOutcome(request.output.push(token_id), _finish(request, "stop", None))
     text = request.output.push(token_id)
     if request.output.stop_hit is not None:
         return TokenOutcome(text, _finish(request, "stop", None))
     if len(request.generated) >= request.max_tokens:
         return TokenOutcome(text, _finish(request, "length", None))
     return TokenOutcome(text, None)
+
+
+def _end(request: Request, token_id: int, *, is_eos: bool) -> TokenOutcome:
+    include = request.sampling.include_stop_str_in_output
+    text = request.output.push(token_id) if include else ""
+    return TokenOutcome(text, _finish(request, "stop", None if is_eos else token_id))
 
 
 def _finish(request: Request, reason: FinishReason, stop_token_id: int | None) -> Finish:
@@ -151,7 +173,45 @@ def _check_stop(params: SamplingParams, num_vocab: int | None) -> None:
         raise BadRequest(
             f"stop_token_ids holds more than {STOP_TOKEN_IDS_MAX} ids", param="stop_token_ids"
         )
-    for token_id in params.stop_token_ids:
-        if token_id < 0 or (num_vocab is not None and token_id >= num_vocab):
-            allowed = "at least 0" if num_vocab is None else f"between 0 and {num_vocab - 1}"
-            raise BadRequest(f"stop_token_ids must be {allowed}", param="stop_token_ids")
+    _check_ids("stop_token_ids", params.stop_token_ids, num_vocab)
+
+
+def _check_token_rules(params: SamplingParams, num_vocab: int | None) -> None:
+    if len(params.logit_bias) > LOGIT_BIAS_MAX:
+        raise BadRequest(f"logit_bias holds more than {LOGIT_BIAS_MAX} ids", param="logit_bias")
+    _check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], num_vocab)
+    for _, bias in params.logit_bias:
+        _check_range("logit_bias", bias, -100, 100)
+    if params.allowed_token_ids is not None:
+        allowed_max = ALLOWED_IDS_MAX if num_vocab is None else num_vocab
+        if not 1 <= len(params.allowed_token_ids) <= allowed_max:
+            raise BadRequest(
+                f"allowed_token_ids must hold 1 to {allowed_max} ids", param="allowed_token_ids"
+            )
+        _check_ids("allowed_token_ids", params.allowed_token_ids, num_vocab)
+    if len(params.bad_words) > BAD_WORDS_MAX:
+        raise BadRequest(f"bad_words holds more than {BAD_WORDS_MAX} words", param="bad_words")
+    if not all(1 <= len(word) <= BAD_WORD_CHARS_MAX for word in params.bad_words):
+        raise BadRequest(
+            f"each of bad_words must have 1 to {BAD_WORD_CHARS_MAX} characters", param="bad_words"
+        )
+    grammar = params.grammar
+    if grammar is not None:
+        if len(grammar.value) > GRAMMAR_CHARS_MAX:
+            raise BadRequest(
+                f"{grammar.param} is longer than {GRAMMAR_CHARS_MAX} characters",
+                param=grammar.param,
+            )
+        if len(grammar.after) > STOP_CHARS_MAX:
+            raise BadRequest(
+                f"{grammar.param} begins behind more than {STOP_CHARS_MAX} characters",
+                param=grammar.param,
+            )
+
+
+def _check_ids(name: str, token_ids: Sequence[int], num_vocab: int | None) -> None:
+    if not token_ids:
+        return
+    if min(token_ids) < 0 or (num_vocab is not None and max(token_ids) >= num_vocab):
+        allowed = "at least 0" if num_vocab is None else f"between 0 and {num_vocab - 1}"
+        raise BadRequest(f"{name} must be {allowed}", param=name)

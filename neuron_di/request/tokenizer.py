@@ -10,7 +10,8 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from neuron_di.errors import BadRequest, CheckpointError
-from neuron_di.request.chat_template import ChatTemplate
+from neuron_di.request.chat_template import ChatExtras, ChatTemplate
+from neuron_di.request.template_traits import template_traits
 
 _NAMED_SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -46,6 +47,9 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
+        # Tags of reasoning are read by whoever splits it off, also where they are special.
+        tags = template_traits(self.chat_template_source).reasoning or ()
+        self._hidden_ids = self._special_ids - {backend.token_to_id(tag) for tag in tags}
         self._is_byte_level = isinstance(backend.decoder, ByteLevel)
         self._byte_of_id = {} if self._is_byte_level else _byte_tokens(backend)
         self._anchor = [] if self._is_byte_level else self._find_anchor()
@@ -67,25 +71,34 @@ class Tokenizer:
             chat_template=_read_chat_template(folder, config, special_tokens),
         )
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a plain prompt, with the special tokens the model wants around it.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """The ids of a text, by default with the special tokens the model wants around it.
 
-        Raises BadRequest (param "prompt") when the text is not valid Unicode.
+        Raises BadRequest, which names `param`, when the text is not valid Unicode.
         """
-        return self._encode(text, add_special_tokens=True, param="prompt")
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError):
+            # JSON can spell half of a surrogate pair; the library calls it "not a string".
+            raise BadRequest(f"{param} holds text that is not valid Unicode", param=param) from None
+        return ids
 
-    def encode_chat(self, messages: Any) -> list[int]:
-        """The ids of a chat up to where the answer begins; `messages` is the client's JSON.
+    def render_chat(self, messages: Any, extras: ChatExtras | None = None) -> str:
+        """The text of a chat; `messages` is the client's JSON. The special tokens are in it.
 
-        Raises BadRequest (param "messages"), or TooLarge.
+        Raises BadRequest, which names a field, or TooLarge.
         """
         if self._chat_template is None:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        # The template writes the special tokens itself.
-        text = self._chat_template.render(messages)
-        return self._encode(text, add_special_tokens=False, param="messages")
+        return self._chat_template.render(messages, extras)
+
+    @property
+    def chat_template_source(self) -> str | None:
+        return None if self._chat_template is None else self._chat_template.source
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of some ids. Ids outside the vocabulary have none."""
@@ -98,8 +111,8 @@ class Tokenizer:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """False when an output passes over this token."""
-        if skip_special_tokens and token_id in self._special_ids:
+        """False when an output passes over this token. It never does over reasoning's tags."""
+        if skip_special_tokens and token_id in self._hidden_ids:
             return False
         return self._backend.id_to_token(token_id) is not None
 
@@ -109,6 +122,11 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         r"""One token for people: bytes that are no whole character read like `\xe2`."""
         return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
+
+    def token_piece(self, token_id: int) -> str | None:
+        """One token as tokenizer.json spells it; None outside the vocabulary."""
+        piece: str | None = self._backend.id_to_token(token_id)
+        return piece
 
     def token_bytes(self, token_id: int, *, at_start: bool = False) -> bytes:
         """What one token adds to a text; b"" outside the vocabulary.
@@ -126,14 +144,6 @@ class Tokenizer:
         if known is None:
             known = self._bytes_of_id[token_id] = self._bytes_after_anchor(token_id)
         return known
-
-    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError):
-            # JSON can spell half of a surrogate pair; the library calls it "not a string".
-            raise BadRequest(f"{param} holds text that is not valid Unicode", param=param) from None
-        return ids
 
     def _decode_exactly(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_rig(llama_folder: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(role: str, **options: int) -> Rig:
+    def make(role: str, **options: Any) -> Rig:
         rigs.append(Rig(llama_folder, role, **options))
         return rigs[-1]
 

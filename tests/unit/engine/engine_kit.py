@@ -15,7 +15,7 @@ from neuron_di.core import (
 )
 from neuron_di.engine import Emitted, Engine, EngineEvent, Key
 from neuron_di.models import ModelSpec
-from neuron_di.request import OutputText, Request, Tokenizer
+from neuron_di.request import OutputText, Request, Tokenizer, TokenRuleMaker
 from neuron_di.transfer import TransferToken
 from neuron_di.types import BlockId, Incarnation, RequestId
 from neuron_di.wire import SamplingParams
@@ -46,10 +46,10 @@ class Backend(CpuBackend):
         self.failures, self.spoilt_rows = [], []
         self.pool.tensor().fill_(float("nan"))  # what was never written must never be read
 
-    def prefill(self, *args: Any) -> Any:
+    def prefill(self, *args: Any, **fields: Any) -> Any:
         if self.failures:
             raise self.failures.pop()
-        return super().prefill(*args)
+        return super().prefill(*args, **fields)
 
     def decode(self, *args: Any) -> Any:
         if self.failures:
@@ -63,9 +63,20 @@ class Backend(CpuBackend):
 class Rig:
     """`events` holds all that the engine said. `transfers` are the test's to complete."""
 
-    def __init__(self, folder: Path, role: str, *, batch_size: int = 4, chunk: int = 8) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        role: str,
+        *,
+        batch_size: int = 4,
+        chunk: int = 8,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
         self.backend = Backend(folder)
         self.tokenizer = Tokenizer.load(folder)
+        self.rules = TokenRuleMaker(
+            self.tokenizer, num_vocab=self.backend.num_vocab, eos_token_ids=eos_token_ids
+        )
         self.blocks = BlockPool(NUM_BLOCKS)
         self.scheduler = _scheduler(role, self.blocks, batch_size, chunk)
         self.events: list[EngineEvent] = []
@@ -74,7 +85,7 @@ class Rig:
             self.backend,
             self.scheduler,
             self.tokenizer,
-            eos_token_ids=(),
+            eos_token_ids,
             sink=self.events.extend,
             start_transfer=self._start_transfer,
         )
@@ -101,9 +112,11 @@ class Rig:
                 stop=tuple(sampling.stop),
                 skip_special_tokens=True,
                 min_tokens=sampling.min_tokens,
+                include_stop=sampling.include_stop_str_in_output,
             ),
             given=given,
             num_prefilled=num_prefilled,
+            rules=self.rules.rules_of(sampling),
         )
 
     def received(

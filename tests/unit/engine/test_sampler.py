@@ -332,6 +332,9 @@ def test_logprobs_for_the_wire(kit):
     assert describe_logprobs(kit.tokenizer, SampledToken(0)) is None
     raw = RawLogprobs(-0.5, [(3, -0.25), (0, -INF)])
     assert describe_logprobs(kit.tokenizer, SampledToken(2, raw)) == TokenLogprobs(
-        chosen=TokenLogprob(" c", -0.5, [32, 99]),
-        top=[TokenLogprob("\\xf0", -0.25, [0xF0]), TokenLogprob("a", LOGPROB_MIN, [97])],
+        chosen=TokenLogprob(" c", -0.5, [32, 99], 2),
+        top=[
+            TokenLogprob("\\xf0", -0.25, [0xF0], 3),
+            TokenLogprob("a", LOGPROB_MIN, [97], 0),
+        ],
     )

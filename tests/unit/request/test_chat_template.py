@@ -5,7 +5,8 @@ from transformers import AutoTokenizer
 
 from neuron_di.errors import BadRequest, TooLarge
 from neuron_di.request import ChatTemplate, Tokenizer
-from neuron_di.request.chat_template import MESSAGES_MAX, RENDERED_CHARS_MAX
+from neuron_di.request.chat_messages import MESSAGES_MAX
+from neuron_di.request.chat_template import RENDERED_CHARS_MAX
 
 CHATS = [
     [{"role": "user", "content": "hello"}],
@@ -52,7 +53,7 @@ def test_chats_equal_transformers(kind, name, in_a_file, tmp_path):
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for messages in CHATS:
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert ours.encode_chat(messages) == expected
+        assert ours.encode(ours.render_chat(messages), add_special_tokens=False) == expected
 
 
 def test_the_default_of_several_templates_is_used(tmp_path):
@@ -61,7 +62,7 @@ def test_the_default_of_several_templates_is_used(tmp_path):
         {"name": "default", "template": "{{ messages[0].content }}"},
     ]
     tokenizer = Tokenizer.load(write_folder(tmp_path, "byte_level", chat_template=named))
-    ids = tokenizer.encode_chat(CHATS[0])
+    ids = tokenizer.encode(tokenizer.render_chat(CHATS[0]), add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == "hello"
 
 
@@ -135,7 +136,9 @@ def test_a_text_that_grows_without_end_is_refused():
 def test_a_lone_surrogate_in_a_chat_is_the_clients_mistake(tmp_path):
     tokenizer = Tokenizer.load(write_folder(tmp_path, "byte_level"))
     with pytest.raises(BadRequest, match="Unicode") as caught:
-        tokenizer.encode_chat([{"role": "user", "content": "\ud800"}])
+        tokenizer.encode(
+            tokenizer.render_chat([{"role": "user", "content": "\ud800"}]), param="messages"
+        )
     assert caught.value.param == "messages"
 
 

@@ -3,7 +3,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizer_kit import KINDS, library_tokenizer, make_tokenizer
 
-from neuron_di.request import OutputText
+from neuron_di.request import OutputText, Tokenizer
+from neuron_di.request.chat_template import ChatTemplate
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -192,3 +193,41 @@ def test_a_stop_string_that_the_flush_completes_is_not_sent():
     assert output.push(half) == ""
     assert output.flush() == ""
     assert output.stop_hit == "a\ufffd"
+
+
+@kinds
+@given(ids=random_ids, stop=stop_strings)
+def test_a_stop_string_that_is_included_is_the_last_of_the_text(kind, ids, stop):
+    cut, whole = (
+        OutputText(
+            make_tokenizer(kind),
+            stop=stop,
+            skip_special_tokens=True,
+            min_tokens=0,
+            include_stop=include_stop,
+        )
+        for include_stop in (False, True)
+    )
+    texts = ["".join(map(output.push, ids)) + output.flush() for output in (cut, whole)]
+    assert whole.stop_hit == cut.stop_hit
+    assert texts[1] == texts[0] + (cut.stop_hit or "")
+
+
+@kinds
+@pytest.mark.parametrize("skip", [True, False])
+def test_reasoning_is_marked_also_where_its_tags_are_special_tokens(kind, skip):
+    backend = library_tokenizer(kind).from_str(library_tokenizer(kind).to_str())
+    backend.add_special_tokens(["[THINK]", "[/THINK]", "[REST]"])
+    ids = [backend.token_to_id(tag) for tag in ("[THINK]", "[/THINK]", "[REST]")]
+    assert all(type(token_id) is int for token_id in ids)
+    source = "{{ '[THINK]' + messages[0].content + '[/THINK]' }}"
+    tagged = Tokenizer(backend, chat_template=ChatTemplate(source, {}))
+    output = OutputText(tagged, stop=(), skip_special_tokens=skip, min_tokens=0)
+    rest = "" if skip else "[REST]"
+    assert [output.push(token_id) for token_id in ids] == ["[THINK]", "[/THINK]", rest]
+    assert tagged.decode(ids, skip_special_tokens=skip) == "[THINK][/THINK]" + rest
+    assert all(tagged.is_special(token_id) for token_id in ids)
+
+    plain = Tokenizer(backend, chat_template=ChatTemplate("{{ messages }}", {}))
+    output = OutputText(plain, stop=(), skip_special_tokens=True, min_tokens=0)
+    assert [output.push(token_id) for token_id in ids] == ["", "", ""]

@@ -14,7 +14,7 @@ from neuron_di.request import (
     resolve_max_tokens,
 )
 from neuron_di.types import RequestId
-from neuron_di.wire import SamplingParams
+from neuron_di.wire import Grammar, SamplingParams
 
 EOS = 0
 
@@ -24,11 +24,15 @@ def test_the_defaults_and_the_ends_of_every_range_are_allowed():
     lowest = SamplingParams(
         max_tokens=1, temperature=0, top_p=1e-9, seed=-(2**63), presence_penalty=-2,
         frequency_penalty=-2, repetition_penalty=0.01, stop=("x",), stop_token_ids=(0,), logprobs=0,
+        logit_bias=((0, -100.0),), allowed_token_ids=(0,), bad_words=("x",),
     )  # fmt: skip
     highest = SamplingParams(
         max_tokens=None, min_tokens=10**9, temperature=2, top_k=10**9, top_p=1, min_p=1,
         seed=2**63 - 1, presence_penalty=2, frequency_penalty=2, repetition_penalty=2,
         stop=("x" * 1024,) * 16, stop_token_ids=(99,) * 128, logprobs=20,
+        logit_bias=tuple((i % 100, 100.0) for i in range(1024)), bad_words=("x" * 256,) * 128,
+        allowed_token_ids=tuple(range(100)),
+        grammar=Grammar(kind="json_schema", value=" " * (64 << 10)),
     )  # fmt: skip
     check_sampling(lowest, num_vocab=100)
     check_sampling(highest, num_vocab=100)
@@ -50,6 +54,10 @@ def test_the_defaults_and_the_ends_of_every_range_are_allowed():
         ("min_tokens", [-1, 17]),
         ("stop", [("",), ("x" * 1025,), ("x",) * 17]),
         ("stop_token_ids", [(-1,), (100,), (0,) * 129]),
+        ("logit_bias", [((-1, 0.0),), ((100, 0.0),), ((1, 100.1),), ((1, -100.1),)]),
+        ("logit_bias", [((1, math.nan),), ((1, math.inf),), ((1, 0.0),) * 1025]),
+        ("allowed_token_ids", [(), (-1,), (100,), (0,) * 101]),
+        ("bad_words", [("",), ("x" * 257,), ("x",) * 129]),
     ],
 )
 def test_each_field_is_refused_by_name(field, values):
@@ -58,6 +66,17 @@ def test_each_field_is_refused_by_name(field, values):
         with pytest.raises(BadRequest, match=field) as caught:
             check_sampling(params, num_vocab=100)
         assert caught.value.param == field
+
+
+@pytest.mark.parametrize("param", ["response_format", "structured_outputs", "tools"])
+def test_a_grammar_is_limited_in_size_and_named_as_the_api_does(param):
+    for grammar in (
+        Grammar(kind="choice", value="x" * ((64 << 10) + 1), param=param),
+        Grammar(kind="json_object", after="x" * 1025, param=param),
+    ):
+        with pytest.raises(BadRequest, match=param) as caught:
+            check_sampling(SamplingParams(grammar=grammar))
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -111,6 +130,7 @@ def run(text, eos_token_ids=(EOS,), **fields):
         stop=params.stop,
         skip_special_tokens=params.skip_special_tokens,
         min_tokens=params.min_tokens,
+        include_stop=params.include_stop_str_in_output,
     )
     request = Request(
         RequestId("r"), 0, prompt_ids=[5], sampling=params, max_tokens=params.max_tokens,
@@ -172,6 +192,16 @@ def test_half_a_character_at_the_end_may_complete_a_stop_string():
     outcome = accept_token(request, half, (EOS,))
     assert outcome.finish is not None
     assert (outcome.text, *outcome.finish) == ("", "stop", "\ufffd", "")
+
+
+def test_what_ended_a_request_is_in_its_text_if_it_shall_be():
+    include = {"include_stop_str_in_output": True}
+    assert run("abENDc", stop=("END",), **include) == ("abEND", "stop", "END", 5)
+    assert run("abc", stop_token_ids=(id_of("b"),), **include) == ("ab", "stop", id_of("b"), 2)
+    assert run("ab$c", **include) == ("ab", "stop", None, 3)
+    shown = {**include, "skip_special_tokens": False}
+    assert run("ab$c", **shown) == ("ab<|end|>", "stop", None, 3)
+    assert run("abEN$", stop=("END",), **shown) == ("abEN<|end|>", "stop", None, 5)
 
 
 def test_nothing_ends_a_request_before_min_tokens_but_its_length():

@@ -162,5 +162,5 @@ def test_without_a_config_there_is_neither_eos_nor_chat(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.eos_id is None
     with pytest.raises(BadRequest, match="no chat template") as caught:
-        tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+        tokenizer.render_chat([{"role": "user", "content": "hello"}])
     assert caught.value.param == "messages"

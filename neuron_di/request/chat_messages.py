@@ -1,0 +1,115 @@
+"""A client's messages, checked and made what chat templates were written for.
+
+A template reads plain dictionaries: a content is one string, a call's arguments are an object,
+and a key that was null is not there. That is how `transformers` and vLLM hand messages over.
+"""
+
+from typing import Any
+
+import msgspec
+
+from neuron_di.errors import BadRequest, TooLarge
+
+MESSAGES_MAX = 10_000
+
+# One thing under the names that different templates read.
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def check_messages(messages: Any, *, takes_tool_calls: bool) -> list[dict[str, Any]]:
+    """The messages as a template reads them; `messages` is the client's JSON.
+
+    `takes_tool_calls`: the template knows calls, and that they come without a content. Another
+    gets an empty one. Raises BadRequest or TooLarge, param "messages".
+    """
+    if not isinstance(messages, list) or not messages:
+        raise _bad("messages must be a list with at least one message")
+    if len(messages) > MESSAGES_MAX:
+        raise TooLarge(
+            f"{len(messages)} messages, more than the limit of {MESSAGES_MAX}", param="messages"
+        )
+    return [
+        _check_message(f"messages[{index}]", message, takes_tool_calls)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _check_message(where: str, message: Any, takes_tool_calls: bool) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _bad(f"{where} must be an object")
+    role, name = message.get("role"), message.get("name")
+    if not isinstance(role, str):
+        raise _bad(f"{where}.role must be a string")
+    if name is not None and not isinstance(name, str):
+        raise _bad(f"{where}.name must be a string")
+    checked = {key: value for key, value in message.items() if value is not None}
+    if role == "assistant" and checked.get("tool_calls"):
+        checked["tool_calls"] = _check_calls(f"{where}.tool_calls", checked["tool_calls"])
+        if not takes_tool_calls:
+            checked.setdefault("content", "")
+    else:
+        checked.pop("tool_calls", None)
+        if "content" not in checked:
+            raise _bad(f"{where}.content must be a string or a list of text parts")
+    if "content" in checked:
+        checked["content"] = _check_content(f"{where}.content", checked["content"])
+    return _with_reasoning(checked)
+
+
+def _check_content(where: str, content: Any) -> str:
+    if isinstance(content, list):
+        # The parts are separate paragraphs, as vLLM has it.
+        content = "\n".join(_part_text(where, part) for part in content)
+    if not isinstance(content, str):
+        raise _bad(f"{where} must be a string or a list of text parts")
+    return content
+
+
+_OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "audio_url", "video_url")
+
+
+def _part_text(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        # A type that is not OpenAI's may be anything, a piece of the prompt too: not repeated.
+        shown = repr(kind) if kind in (None, *_OTHER_PARTS) else "unknown"
+        raise _bad(f"{where} has a part of type {shown}; only 'text' is supported")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _bad(f"{where} has a text part without a text")
+    return text
+
+
+def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise _bad(f"{where} must be a list")
+    return [_check_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+
+
+def _check_call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _bad(f"{where} must have a function with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            raise _bad(f"{where}.function.arguments is not JSON") from None
+    arguments = arguments or {}  # a call without arguments
+    if not isinstance(arguments, dict):
+        raise _bad(f"{where}.function.arguments must be a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    for name in _REASONING_NAMES:
+        if (reasoning := message.get(name)) is not None:
+            if not isinstance(reasoning, str):
+                raise _bad(f"a message's {name} must be a string")
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _bad(message: str) -> BadRequest:
+    return BadRequest(message, param="messages")

@@ -1,0 +1,228 @@
+"""Structured output: which tokens an answer may go on with so that its text keeps a grammar.
+
+The parser is llguidance's. A state is a function of the answer's token ids, so a worker that
+takes over, or goes on after a failure, feeds it those and is where the other was.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from neuron_di.errors import BadRequest, RemoteProtocolError
+from neuron_di.request.free_text import Marker
+from neuron_di.request.schema_refusal import check_schema, refusal_of
+from neuron_di.request.vocabulary import MaskedRow, Vocabulary
+from neuron_di.wire import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
+
+COMPILED_MAX = 64  # grammars that are kept; the one that was not used for longest goes first
+
+# Between two parts of a document: nothing, a space, or a line break and its indentation. JSON
+# allows any number, and a model that falls into writing spaces would never come out of it.
+_WHITESPACE = r"\n[\x20\t]{0,32}|\x20"
+# Without \\uXXXX, by which a key could be written so that the library takes it for another.
+_ESCAPES = 'nrbtf\\"'
+_STATES_MAX = 25_000  # of a lexer, 1 to 2 kB each
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class GrammarState:
+    """Where one answer stands. Belongs to one request, and to the engine's thread with it.
+
+    When the grammar is complete, only EOS or one of the request's stop tokens may follow, and
+    they end the answer whatever `ignore_eos` and `min_tokens` say. Where the model has no EOS,
+    the answer ends with the token that completes it.
+    """
+
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        marker: Marker | None,
+        vocabulary: Vocabulary,
+        row: MaskedRow,
+        stop_token_ids: Sequence[int],
+        param: str,
+    ) -> None:
+        self.param = param  # the field of the client's request that errors name
+        self._matcher = matcher
+        self._marker = marker  # None: the free text, if any, is over
+        self._tail = b""
+        self._vocabulary = vocabulary
+        self._row = row
+        stops = [token_id for token_id in stop_token_ids if token_id < vocabulary.num_vocab]
+        self._stop_ids = np.array(stops, dtype=np.intp) if stops else None
+        self._was_asked = False  # what may come next
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Before the first token: a prompt that ends with the marker leaves no free text."""
+        if self._marker is not None and self._marker.ends(prompt_ids):
+            self._marker = None
+
+    def masked(self, logits_V: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The logits with -inf for every token that may not come next, until the next call.
+
+        Raises BadRequest when the grammar became too complex, or cannot be completed.
+        """
+        self._was_asked = True
+        if self._marker is not None:
+            return self._row.drop(logits_V, self._marker.forbidden_after(self._tail))
+        bitmask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise BadRequest(
+                "the answer cannot go on: what the schema asks here cannot be satisfied, "
+                "or is too complex",
+                param=self.param,
+            )
+        stop_ids = self._stop_ids
+        if stop_ids is not None and not self._matcher.is_accepting():
+            stop_ids = None
+        return self._row.keep(logits_V, bitmask, stop_ids)
+
+    def accept(self, token_id: int) -> bool:
+        """Take the answer's next token. True: the grammar is complete, and this was its end.
+
+        Raises RemoteProtocolError when the token cannot come here: somebody else chose it.
+        """
+        was_asked, self._was_asked = self._was_asked, False
+        if self._marker is not None:
+            self._read_free_text(token_id)
+            return False
+        if self._is_end(token_id):
+            return True
+        if self._matcher.consume_token(token_id):
+            return not self._vocabulary.eos_token_ids and self._matcher.is_stopped()
+        if was_asked:  # the library offered it: it had no token for what must come
+            raise BadRequest(
+                "the answer cannot go on: the model has no tokens for what the schema asks here",
+                param=self.param,
+            )
+        raise RemoteProtocolError("a given token id breaks the request's grammar")
+
+    def _is_end(self, token_id: int) -> bool:
+        if token_id in self._vocabulary.eos_token_ids:
+            return self._matcher.is_accepting()
+        if self._stop_ids is None or token_id not in self._stop_ids:
+            return False
+        # A stop token that is text as well ends the answer only where it is no part of it.
+        return self._matcher.is_accepting() and not self._matcher.validate_tokens([token_id])
+
+    def _read_free_text(self, token_id: int) -> None:
+        assert self._marker is not None
+        text = self._tail + self._vocabulary.token_bytes[token_id]
+        if self._marker.is_in(text):
+            self._marker = None
+        else:
+            self._tail = text[max(len(text) - self._marker.num_tail, 0) :]
+
+
+class GrammarCompiler:
+    """Makes states for one model, for one engine. Used by one thread at a time.
+
+    Compiling is bounded by the library's own limits and by `check_schema`: up to about two seconds
+    for the largest schema that a request may bring. What was compiled is kept.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._row = MaskedRow(vocabulary.num_vocab)
+        self._matchers: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._markers: OrderedDict[tuple[str, bool], Marker] = OrderedDict()
+        self._limits: LLParserLimits | None = None
+        self.num_compiled = 0
+
+    def state_of(self, grammar: Grammar, stop_token_ids: Sequence[int] = ()) -> GrammarState:
+        """A fresh state. Blocks. BadRequest names what of a schema is not supported."""
+        may_trail = grammar.kind != "choice"
+        marker = None
+        if grammar.after:
+            marker = _kept(
+                self._markers,
+                (grammar.after, may_trail),
+                lambda: Marker(grammar.after, self._vocabulary, may_trail=may_trail),
+            )
+        matcher = _kept(
+            self._matchers, (grammar.kind, grammar.value), lambda: self._compile(grammar)
+        )
+        return GrammarState(
+            matcher.deep_copy(),
+            marker,
+            self._vocabulary,
+            self._row,
+            stop_token_ids,
+            grammar.param,
+        )
+
+    def _compile(self, grammar: Grammar) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
+        self.num_compiled += 1
+        limits = LLParserLimits(max_lexer_states=_STATES_MAX, verbose_errors=False)
+        if grammar.kind == "choice":
+            source = LLMatcher.grammar_from_lark(_choice_rule(grammar.value, grammar.param))
+        else:
+            schema = '{"type":"object"}' if grammar.kind == "json_object" else grammar.value
+            source = _json_grammar(schema, grammar.param)
+        matcher = LLMatcher(self._vocabulary.for_grammars, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise BadRequest(refusal_of(matcher.get_error()), param=grammar.param)
+        matcher.compute_bitmask()  # a schema that refers to nothing but itself shows now
+        if matcher.is_error():
+            raise BadRequest(refusal_of("Unsatisfiable schema"), param=grammar.param)
+        return matcher
+
+
+def _json_grammar(schema: str, param: str) -> str:
+    from llguidance import LLMatcher
+
+    members = _decoded(schema, param)
+    if not isinstance(members, dict):
+        raise BadRequest("the schema must be a JSON object", param=param)
+    # The library reads options of its own there, such as one that drops what it cannot do.
+    if "x-guidance" in members:
+        raise BadRequest("the schema must not hold 'x-guidance'", param=param)
+    check_schema(members, param=param)
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            schema,
+            overrides={"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": _ESCAPES},
+        )
+    except ValueError as error:  # such as one that is nested too deeply
+        raise BadRequest(refusal_of(str(error)), param=param) from None
+
+
+def _choice_rule(value: str, param: str) -> str:
+    choices = _decoded(value, param)
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
+        raise BadRequest("a choice must be a list of strings that are not empty", param=param)
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def _decoded(text: str, param: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        raise BadRequest("the schema is not valid JSON", param=param) from None
+
+
+def _kept(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+    value = kept.get(key)
+    if value is None:
+        value = kept[key] = make()
+        if len(kept) > COMPILED_MAX:
+            kept.popitem(last=False)
+    else:
+        kept.move_to_end(key)
+    return value

@@ -1,0 +1,105 @@
+"""Why a JSON Schema cannot be followed, told without repeating anything of what it says.
+
+The grammar library's own messages quote the schema, which is a client's: only words of JSON
+Schema itself are taken from them.
+"""
+
+import re
+from typing import Any, NoReturn
+
+from neuron_di.errors import BadRequest
+
+_KEYWORDS = frozenset(
+    """
+    $anchor $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema
+    additionalItems additionalProperties allOf anyOf const contains dependencies
+    dependentRequired dependentSchemas else enum exclusiveMaximum exclusiveMinimum format if
+    items maxContains maxItems maxLength maxProperties maximum minContains minItems minLength
+    minProperties minimum multipleOf not oneOf pattern patternProperties prefixItems properties
+    propertyNames required then type unevaluatedItems unevaluatedProperties uniqueItems
+    """.split()  # noqa: SIM905
+)
+
+# What the library's message begins with, and what the client is told then.
+_REASONS = (
+    ("Unimplemented keys", "it uses what is not supported: {keywords}"),
+    ("Unknown format", "it uses a `format` that is not supported"),
+    ("oneOf constraints", "it uses `oneOf` with branches that may overlap; use `anyOf`"),
+    (
+        "min/maxProperties",
+        "it uses `minProperties` or `maxProperties` where not all `properties` are `required`",
+    ),
+    ("patternProperty regexes", "the expressions of its `patternProperties` overlap"),
+    ("regex parse error", "a `pattern` is not a regular expression that is supported"),
+    ("lookarounds not supported", "a `pattern` uses look-around, which is not supported"),
+    ("Pointer", "a `$ref` leads nowhere"),
+    ("Resource", "it refers to another document, by `$ref` or `$schema`"),
+    ("Value for 'multipleOf'", "a `multipleOf` has too many digits"),
+    ("Unsatisfiable schema", "nothing can satisfy it"),
+    ("schema too large", "it is too large"),
+    ("Invalid type", "it names a `type` that JSON has not"),
+    ("Expected", "the value of a keyword is of the wrong type: {keywords}"),
+)
+EXPRESSIONS_MAX = 64
+INTERSECTED_MAX = 8  # where some of them may have to hold together
+
+_EXPRESSIONS = ("pattern", "format", "multipleOf")
+_APPLIED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
+_ANNOTATIONS = frozenset(
+    {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
+     "examples", "title"}
+)  # fmt: skip
+_PLAIN_VALUES = frozenset({"const", "default", "enum", "examples"})  # which are no schemas
+_OTHER = "it is not well-formed, or too complex"
+
+
+def refusal_of(message: str) -> str:
+    """What a client is told when the library refused its schema with this message."""
+    words = re.findall(r"""['"`](\$?[A-Za-z]+)['"`]""", message)
+    keywords = ", ".join(dict.fromkeys(word for word in words if word in _KEYWORDS))
+    for beginning, reason in _REASONS:
+        if message.startswith(beginning):
+            return f"the schema cannot be followed: {reason.format(keywords=keywords or '?')}"
+    return f"the schema cannot be followed: {_OTHER}"
+
+
+def check_schema(schema: dict[str, Any], *, param: str) -> None:
+    """Refuse what the library takes but does not keep, or for long. `schema` is decoded JSON.
+
+    It lets a further property come twice, so that it counts more of them than there are. And
+    where expressions must hold together, its work doubles with each, beyond all its own limits.
+    """
+    left: list[Any] = [schema]
+    num_expressions = 0
+    intersects = False
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            least, required = part.get("minProperties"), part.get("required")
+            num_required = len(required) if isinstance(required, list) else 0
+            if isinstance(least, int | float) and least > max(num_required, 1):
+                _refuse("`minProperties` is more than the number of its `required`", param)
+            num_expressions += sum(keyword in part for keyword in _EXPRESSIONS)
+            by_pattern = part.get("patternProperties")
+            num_expressions += len(by_pattern) if isinstance(by_pattern, dict) else 0
+            intersects = intersects or _intersects(part)
+            left += [value for key, value in part.items() if key not in _PLAIN_VALUES]
+    expressions_max = INTERSECTED_MAX if intersects else EXPRESSIONS_MAX
+    if num_expressions > expressions_max:
+        joint = ", joined by `allOf` or beside `$ref` or `anyOf`" if intersects else ""
+        names = "`pattern`, `format` and `multipleOf`"
+        _refuse(f"it has more than {expressions_max} {names}{joint}", param)
+
+
+def _intersects(part: dict[str, Any]) -> bool:
+    """Whether a value must keep two schemas at once."""
+    branches = part.get("allOf")
+    if isinstance(branches, list) and len(branches) > 1:
+        return True
+    return bool(part.keys() & _APPLIED) and len(part.keys() - _ANNOTATIONS) > 1
+
+
+def _refuse(reason: str, param: str) -> NoReturn:
+    raise BadRequest(f"the schema cannot be followed: {reason}", param=param)

@@ -1,0 +1,236 @@
+"""Prompts of chats with tools, reasoning and unfinished answers, equal to transformers'."""
+
+import copy
+import json
+
+import pytest
+from chat_styles import R1, STYLES
+from tokenizer_kit import write_folder
+from transformers import AutoTokenizer
+
+from neuron_di.errors import BadRequest
+from neuron_di.request import ChatExtras, ChatTemplate, Tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather of a <city> & \"more\": naïve",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}},
+]  # fmt: skip
+ARGUMENTS = {"city": "Zürich", "days": 2}
+SYSTEM = {"role": "system", "content": " Be brief. "}
+ASK = {"role": "user", "content": "weather?  "}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather"}}
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "weather", "content": '{"c": 21}'}
+THOUGHT = {
+    "role": "assistant",
+    "content": "<think>\nlet me see</think>\nIt is 21 °C.",
+    "reasoning_content": "I looked",
+}
+
+
+def call(arguments: object, content: object = None) -> dict[str, object]:
+    function = {**CALL["function"], "arguments": arguments}
+    return {"role": "assistant", "content": content, "tool_calls": [{**CALL, "function": function}]}
+
+
+CHATS = {
+    "question": [SYSTEM, ASK],
+    "called": [SYSTEM, ASK, call(ARGUMENTS), RESULT],
+    "thought": [ASK, THOUGHT, {"role": "user", "content": "thanks <think>"}],
+    "named": [{"role": "user", "name": "ann", "content": "hi"}],
+}
+# Templates that know no calls make transformers fail on one.
+SHOWN = [
+    (name, chat)
+    for name in STYLES
+    for chat in CHATS
+    if chat != "called" or "tool_calls" in STYLES[name]
+]
+
+
+def both(folder, name):
+    write_folder(folder, "byte_level", chat_template=STYLES[name])
+    return Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("name", "chat"), SHOWN)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("tools", [TOOLS, None])
+def test_every_style_equals_transformers(tmp_path, name, chat, add_generation_prompt, tools):
+    ours, theirs = both(tmp_path, name)
+    extras = ChatExtras(tools=tools, add_generation_prompt=add_generation_prompt)
+    expected = theirs.apply_chat_template(
+        CHATS[chat], tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+    )
+    before = copy.deepcopy(CHATS[chat])
+    text = ours.render_chat(CHATS[chat], extras)
+    assert text == expected
+    assert before == CHATS[chat], "a client's messages are not changed"
+    ids = theirs(expected, add_special_tokens=False)["input_ids"]
+    assert ours.encode(text, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize("name", ["hermes", "r1"])
+@pytest.mark.parametrize("kwargs", [{"enable_thinking": True}, {"enable_thinking": False}])
+def test_a_templates_own_variables_reach_it(tmp_path, name, kwargs):
+    if name == "r1":
+        kwargs = {"keep_thinking": kwargs["enable_thinking"]}
+    ours, theirs = both(tmp_path, name)
+    chat = CHATS["thought"]
+    expected = theirs.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=False, **kwargs
+    )
+    assert ours.render_chat(chat, ChatExtras(template_kwargs=kwargs)) == expected
+    if "enable_thinking" in kwargs:
+        assert ours.render_chat(chat) != expected
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("content", ["It is", "It is ", "\n It is\n\n", "a</think> b", "weather?"])
+def test_a_continued_message_equals_transformers(tmp_path, name, content):
+    ours, theirs = both(tmp_path, name)
+    chat = [ASK, {"role": "assistant", "content": content}]
+    extras = ChatExtras(add_generation_prompt=False, continue_final_message=True)
+    try:
+        expected = theirs.apply_chat_template(chat, continue_final_message=True, tokenize=False)
+    except ValueError:
+        with pytest.raises(BadRequest) as caught:
+            ours.render_chat(chat, extras)
+        assert caught.value.param == "continue_final_message"
+    else:
+        assert ours.render_chat(chat, extras) == expected
+        assert expected.rstrip().endswith(content.split("</think>")[-1].strip())
+
+
+def test_a_message_that_the_template_cuts_cannot_be_continued():
+    chat = [ASK, {"role": "assistant", "content": "<think>a</think>b"}]
+    with pytest.raises(BadRequest, match="cannot be continued"):
+        ChatTemplate(R1, {"bos_token": "", "eos_token": ""}).render(
+            chat, ChatExtras(add_generation_prompt=False, continue_final_message=True)
+        )
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])
+@pytest.mark.parametrize("arguments", [json.dumps(ARGUMENTS), ARGUMENTS])
+def test_arguments_may_be_the_text_that_the_api_gave(tmp_path, name, arguments):
+    ours, theirs = both(tmp_path, name)
+    expected = theirs.apply_chat_template(CHATS["called"], tokenize=False)
+    chat = [SYSTEM, ASK, call(arguments), RESULT]
+    extras = ChatExtras(add_generation_prompt=False)
+    assert ours.render_chat(chat, extras) == expected
+
+
+@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
+def test_a_call_may_have_no_arguments(arguments):
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert ChatTemplate(source, {}).render([call(arguments)]) == "{}"
+
+
+def test_a_template_that_knows_no_calls_shows_their_message_as_empty():
+    assert ChatTemplate(STYLES["plain"], {}).render([ASK, call(ARGUMENTS)]) == (
+        "<|im_start|>user\nweather?  <|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_the_templates_rules_are_the_clients_to_keep():
+    bad_id = call(ARGUMENTS)
+    bad_id["tool_calls"][0]["id"] = "short"
+    with pytest.raises(BadRequest, match="9 characters"):
+        ChatTemplate(STYLES["mistral"], {"bos_token": "", "eos_token": ""}).render([ASK, bad_id])
+
+
+def test_a_developer_is_what_the_template_makes_of_one():
+    source = "{{ messages[0].role }}: {{ messages[0].content }}"
+    assert ChatTemplate(source, {}).render([{"role": "developer", "content": "x"}]) == (
+        "developer: x"
+    )
+
+
+@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
+def test_reasoning_has_several_names(name):
+    source = "{{ messages[0].reasoning_content }} {{ messages[0].thinking }}"
+    message = {"role": "assistant", "content": "x", name: "because"}
+    assert ChatTemplate(source, {}).render([message]) == "because because"
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({**call({}), "tool_calls": {}}, "content"),
+        ({**call({}), "tool_calls": {"a": 1}}, "tool_calls must be a list"),
+        ({**call({}), "tool_calls": ["x"]}, r"tool_calls\[0\] must have a function"),
+        ({**call({}), "tool_calls": [{"function": {}}]}, "a function with a name"),
+        (call("{"), r"tool_calls\[0\]\.function\.arguments is not JSON"),
+        (call("\ud800"), "is not JSON"),
+        (call("[" * 100_000), "is not JSON"),
+        (call("[1]"), "must be a JSON object"),
+        (call(7), "must be a JSON object"),
+        ({**call({}), "content": 7}, "content must be a string"),
+        ({"role": "assistant", "content": None}, "content must be"),
+        ({"role": "user", "content": None, "tool_calls": [CALL]}, "content must be"),
+        ({"role": "tool", "content": None}, "content must be"),
+        ({"role": "user", "content": "x", "name": 7}, r"name must be a string"),
+        ({"role": "assistant", "content": "x", "reasoning": [1]}, "reasoning must be a string"),
+    ],
+)
+def test_bad_calls_are_refused_by_name(message, words):
+    with pytest.raises(BadRequest, match=words) as caught:
+        ChatTemplate(STYLES["hermes"], {}).render([message])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("extras", "param", "words"),
+    [
+        ({"tools": {}}, "tools", "list of objects"),
+        ({"tools": ["x"]}, "tools", "list of objects"),
+        ({"documents": "x"}, "documents", "list of objects"),
+        ({"documents": [{"text": "x"}]}, "documents", "takes no documents"),
+        ({"template_kwargs": []}, "chat_template_kwargs", "must be an object"),
+        ({"template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not set 'messages'"),
+        ({"template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not set"),
+        ({"template_kwargs": {"add_generation_prompt": 0}}, "chat_template_kwargs", "may not set"),
+        ({"template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs", "may not set"),
+        ({"template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs", "takes no"),
+        ({"template_kwargs": {"namespace": 1}}, "chat_template_kwargs", "takes no"),
+        ({"template_kwargs": {"self": 1}}, "chat_template_kwargs", "takes no"),
+        ({"continue_final_message": True}, "continue_final_message", "exclude each other"),
+    ],
+)
+def test_bad_extras_are_refused_by_name(extras, param, words):
+    template = ChatTemplate(STYLES["hermes"], {"bos_token": "<s>"})
+    with pytest.raises(BadRequest, match=words) as caught:
+        template.render([ASK], ChatExtras(**extras))
+    assert caught.value.param == param
+
+
+def test_documents_reach_a_template_that_takes_them(tmp_path):
+    source = (
+        "{% for d in documents or [] %}{{ d.title }}: {{ d.text }}\n{% endfor %}{{ bos_token }}"
+    )
+    write_folder(tmp_path, "byte_level", chat_template=source)
+    documents = [{"title": "one", "text": "1"}, {"title": "two", "text": "2"}]
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        [ASK], documents=documents, tokenize=False
+    )
+    ours = Tokenizer.load(tmp_path)
+    assert ours.render_chat([ASK], ChatExtras(documents=documents)) == expected
+    assert expected.startswith("one: 1\ntwo: 2\n")
+
+
+def test_the_messages_to_continue_must_have_a_content():
+    extras = ChatExtras(add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(BadRequest, match="no content") as caught:
+        ChatTemplate(STYLES["hermes"], {}).render([ASK, call(ARGUMENTS)], extras)
+    assert caught.value.param == "messages"
