@@ -6,7 +6,7 @@ export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-optimised check format sim chaos handoff-diagram \
-        bench-engine bench-interference bench-verification clean
+        bench-engine bench-interference bench-verification bench-proxy bench-overload clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -47,6 +47,13 @@ bench-interference: $(VENV)/dev ## ITL while a long prompt arrives: 1P1D beside 
 
 bench-verification: $(VENV)/dev ## what it costs to verify every KV block
 	$(BIN)/python -m benchmarks.verification $(BENCH_ARGS)
+
+bench-proxy: $(VENV)/dev ## what a proxy costs, beside SGLANG_PYTHON's and VLLM_ROUTER where they name one
+	$(BIN)/python -m benchmarks.proxy $(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) \
+	  $(if $(VLLM_ROUTER),--vllm-router $(VLLM_ROUTER)) $(BENCH_ARGS)
+
+bench-overload: $(VENV)/dev ## goodput at 1 to 3 times the load that can be answered
+	$(BIN)/python -m benchmarks.overload $(BENCH_ARGS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info runtime_bindings/neuron_di_bindings/*.so

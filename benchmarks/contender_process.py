@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import psutil  # type: ignore[import-untyped]
-
 from benchmarks.contenders.command_loop import Settings
+from benchmarks.process_tree import cpu_s, peak_rss_bytes, tree_of
 
 _REPO = Path(__file__).parent.parent
 _LOG_TAIL_CHARS = 3000
@@ -63,32 +62,32 @@ class ContenderProcess:
             start_new_session=True,
         )
         self.version: str = self._answer()["ready"]
-        self._rested = (time.monotonic(), self._cpu_s())
+        self._rested = (time.monotonic(), cpu_s(self._process.pid))
         self.idle_share_max = 0.0  # of one core, while others had their turns
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Timed:
         """Answer a batch of prompts with `num_tokens` tokens each. Blocks."""
         self._note_idle()
-        before_s = self._cpu_s()
+        before_s = cpu_s(self._process.pid)
         assert self._process.stdin is not None
         command = {"prompts": prompts, "num_tokens": num_tokens}
         with contextlib.suppress(BrokenPipeError):  # `_answer` says why
             print(json.dumps(command), file=self._process.stdin, flush=True)
         answer = self._answer()
-        after_s = self._cpu_s()
+        after_s = cpu_s(self._process.pid)
         self._rested = (time.monotonic(), after_s)
         return Timed(answer["wall_s"], after_s - before_s, answer["token_ids"])
 
     def pin(self, cores: set[int]) -> None:
         """Keep every thread of every process of it on these cores."""
-        for process in self._tree():
+        for process in tree_of(self._process.pid):
             for thread in process.threads():
                 with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
                     os.sched_setaffinity(thread.id, cores)
 
     def peak_rss_bytes(self) -> int:
         """The most memory each of its processes ever had resident, added up."""
-        return sum(_peak_rss_bytes(process.pid) for process in self._tree())
+        return peak_rss_bytes(self._process.pid)
 
     def end(self) -> None:
         """Kill it and whatever it started."""
@@ -100,7 +99,7 @@ class ContenderProcess:
         then_s, then_cpu_s = self._rested
         elapsed_s = time.monotonic() - then_s
         if elapsed_s > 1.0:  # shorter rests say little
-            share = (self._cpu_s() - then_cpu_s) / elapsed_s
+            share = (cpu_s(self._process.pid) - then_cpu_s) / elapsed_s
             self.idle_share_max = max(self.idle_share_max, share)
 
     def _answer(self) -> dict[str, Any]:
@@ -111,26 +110,6 @@ class ContenderProcess:
             raise ContenderFailed(f"{self.name} ended:\n{self._log.read()[-_LOG_TAIL_CHARS:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def _tree(self) -> list[psutil.Process]:
-        leader = psutil.Process(self._process.pid)
-        return [leader, *leader.children(recursive=True)]
-
-    def _cpu_s(self) -> float:
-        """CPU time of all its processes, to the nanosecond: psutil's counts clock ticks."""
-        return sum(time.clock_gettime(_cpu_clock(process.pid)) for process in self._tree())
-
-
-def _cpu_clock(pid: int) -> int:
-    """The clock id that `clock_getcpuclockid` gives on Linux, which Python does not wrap."""
-    return ((~pid) << 3) | 2
-
-
-def _peak_rss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0  # a process that has just ended
 
 
 @contextlib.contextmanager

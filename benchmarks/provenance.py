@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import subprocess
 from collections.abc import Collection
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +41,13 @@ def machine_description() -> str:
         f"{name} ({', '.join(features)}), {cores} cores, {memory_gib:.0f} GiB, "
         f"torch {version('torch')}"
     )
+
+
+def commit_description() -> str:
+    """The commit that was measured, and whether the working tree differed from it."""
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "no commit"
 
 
 def _field(cpuinfo: str, name: str) -> str:

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from neuron_di.version import __version__
+
 if TYPE_CHECKING:
     from neuron_di.llm import LLM
     from neuron_di.wire import SamplingParams
-
-__version__ = "0.1.0"
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 

@@ -16,6 +16,8 @@ from neuron_di.config import (
     load_options,
 )
 from neuron_di.errors import ConfigError, NeuronDiError
+from neuron_di.key_command import SUMMARY as KEY_SUMMARY
+from neuron_di.key_command import add_key_flags, run_key_command
 from neuron_di.obs import LaunchReport, say, setup_logging
 
 _DESCRIPTION = (
@@ -46,7 +48,11 @@ def _run(arguments: list[str]) -> int:
     status = commands.add_parser("status", help=_STATUS_SUMMARY, description=_STATUS_SUMMARY)
     status.add_argument("--url", default="http://127.0.0.1:8000", help="the proxy's address")
     status.add_argument("--json", action="store_true", help="print the answer as JSON")
+    add_key_flags(commands.add_parser("key", help=KEY_SUMMARY, description=KEY_SUMMARY))
     flags = parser.parse_args(arguments)
+    if flags.command == "key":
+        print(run_key_command(flags))
+        return 0
     if flags.command == "status":
         from neuron_di.status import show_status
 

@@ -5,7 +5,10 @@
     |  `- CheckpointError     the model's files are missing, damaged or not supported
     |- ClientError            the client's request is at fault
     |  |- BadRequest          400
-    |  `- TooLarge            413
+    |  |- Unauthorized        401: no valid API key
+    |  |- Forbidden           403: a valid key that may not do this
+    |  |- TooLarge            413
+    |  `- RateLimited         429: more than this client's share; retry later
     |- PeerError              another process of the system is at fault or gone
     |  |- RemoteProtocolError it said something that cannot be understood
     |  |- PeerGone            it cannot be reached, or closed the connection
@@ -39,6 +42,7 @@ class NeuronDiError(Exception):
     retryable: ClassVar[bool] = False
     http_status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
+    retry_after_s: float | None = None  # when another attempt may succeed, where that is known
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -70,11 +74,37 @@ class BadRequest(ClientError):
     """Raised when a request has a wrong or unsupported field. `param` names the field."""
 
 
+class Unauthorized(ClientError):
+    """Raised when a request carries no valid API key."""
+
+    http_status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(ClientError):
+    """Raised when a request's API key is valid, but not for what it asks."""
+
+    http_status = 403
+    code = "permission_denied"
+
+
 class TooLarge(ClientError):
     """Raised when a request is larger than a stated limit."""
 
     http_status = 413
     code = "request_too_large"
+
+
+class RateLimited(ClientError):
+    """Raised when a client has used up its share. Its own doing: others are still served."""
+
+    retryable = True
+    http_status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class PeerError(NeuronDiError):
@@ -164,6 +194,10 @@ class CapacityError(NeuronDiError):
     retryable = True
     http_status = 503
     code = "over_capacity"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlinePassed(NeuronDiError):

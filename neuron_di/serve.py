@@ -114,7 +114,8 @@ class Fleet:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
             while not deadline.has_passed():
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.get(f"{self.url}/health") as response:
+                    # Our own child: whom its certificate names is for others to check.
+                    async with session.get(f"{self.url}/health", ssl=False) as response:
                         if response.status == 200:
                             return
                 await asyncio.sleep(0.05)
@@ -135,6 +136,7 @@ class Fleet:
             host=options.host,
             port=options.port,
             parent_pid=os.getpid(),
+            front=options.front,
             limits=options.limits,
             log=options.log,
         )

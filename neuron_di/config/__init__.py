@@ -1,6 +1,7 @@
 """What a process is told at its start: typed options from flags, environment and a TOML file."""
 
 from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
+from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
 from neuron_di.config.load import load_options
 from neuron_di.config.option import ByteSize
@@ -16,6 +17,7 @@ __all__ = [
     "ByteSize",
     "EngineOptions",
     "FlagParser",
+    "FrontOptions",
     "HandOverOptions",
     "LimitOptions",
     "LogOptions",

@@ -14,11 +14,21 @@ from neuron_di.config.option import option
 class LimitOptions:
     """Limits on requests, as the proxy keeps them."""
 
-    requests_max: int = option(
-        "requests served at once; one more is answered 503",
-        default=1024,
+    requests_max: int | None = option(
+        "answers computed at once, further ones queue; none takes 1.25 per slot of the decode "
+        "workers",
+        default=None,
         at_least=1,
         at_most=1 << 20,
+    )
+    queue_max: int | None = option(
+        "requests that may queue, one more is answered 503; none takes 2 per slot, at least 64",
+        default=None,
+        at_least=0,
+        at_most=1 << 20,
+    )
+    choices_max: int = option(
+        "choices (`n` times prompts) of one request", default=8, at_least=1, at_most=128
     )
     request_timeout_s: float = option(
         "seconds until an unfinished request is ended", default=600.0, at_least=1, at_most=86_400

@@ -6,6 +6,7 @@ The help texts are what `--help` prints. A key that several commands share has o
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
 from neuron_di.config.option import ByteSize, option
 from neuron_di.types import Role
@@ -165,6 +166,16 @@ class ProxyOptions:
         "decode workers that do not announce themselves", default=(), form="http://HOST:PORT"
     )
     parent_pid: int | None = _parent_pid()
+    sibling_index: int = option(
+        "which of several proxy processes this is", default=0, at_least=0, hidden=True
+    )
+    sibling_folder: str | None = option(
+        "folder of the processes' own sockets", default=None, hidden=True
+    )
+    sibling_registry: str | None = option(
+        "registry of the first process", default=None, form="tcp://HOST:PORT", hidden=True
+    )
+    front: FrontOptions = field(default_factory=FrontOptions)
     limits: LimitOptions = field(default_factory=LimitOptions)
     log: LogOptions = field(default_factory=LogOptions)
 
@@ -182,6 +193,7 @@ class ServeOptions:
     host: str = _host()
     port: int = _port(8000)
     hand_over: HandOverOptions = field(default_factory=HandOverOptions)
+    front: FrontOptions = field(default_factory=FrontOptions)
     limits: LimitOptions = field(default_factory=LimitOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)

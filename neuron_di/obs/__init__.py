@@ -1,11 +1,13 @@
 """What a process tells its operator, and its launcher."""
 
 from neuron_di.obs.launch_report import LaunchReport, heard, say
+from neuron_di.obs.limited_logger import LimitedLogger
 from neuron_di.obs.logging import EventLogger, LogFormat, LogLevel, get_logger, setup_logging
 
 __all__ = [
     "EventLogger",
     "LaunchReport",
+    "LimitedLogger",
     "LogFormat",
     "LogLevel",
     "get_logger",

@@ -10,8 +10,11 @@ import json
 import logging
 import re
 import sys
+import traceback
 from datetime import UTC, datetime
 from typing import Literal
+
+from neuron_di.errors import NeuronDiError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -38,15 +41,22 @@ class EventLogger:
     def error(self, event: str, **fields: object) -> None:
         self._emit(logging.ERROR, event, fields)
 
-    def exception(self, event: str, **fields: object) -> None:
-        """An error with the traceback of the exception being handled: a bug of ours."""
-        self._emit(logging.ERROR, event, fields, with_traceback=True)
+    def exception(
+        self, event: str, *, raised: BaseException | None = None, **fields: object
+    ) -> None:
+        """A bug of ours, with the traceback of `raised`; None: of what is being handled."""
+        self._emit(logging.ERROR, event, fields, raised=raised or True)
 
     def _emit(
-        self, level: int, event: str, fields: dict[str, object], *, with_traceback: bool = False
+        self,
+        level: int,
+        event: str,
+        fields: dict[str, object],
+        *,
+        raised: BaseException | bool = False,
     ) -> None:
         extra = {"event_fields": {"event": event, **fields}}
-        self._logger.log(level, event, extra=extra, exc_info=with_traceback)
+        self._logger.log(level, event, extra=extra, exc_info=raised)
 
 
 def get_logger(name: str) -> EventLogger:
@@ -78,12 +88,32 @@ class _LineFormatter(logging.Formatter):
         }
         # A library's own line has no event.
         foreign = {"event": "log", "logger": record.name}
-        line |= getattr(record, "event_fields", None) or foreign | {"message": record.getMessage()}
+        line |= getattr(record, "event_fields", None) or foreign | {"message": _words_of(record)}
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["traceback"] = _traceback_of(record.exc_info[1])
         if self._format == "json":
             return json.dumps(line, default=str)
         return " ".join(f"{key}={_as_text(value)}" for key, value in line.items())
+
+
+def _words_of(record: logging.LogRecord) -> str:
+    """A library's own words. asyncio's go on, in further lines, with the repr of an exception."""
+    message = record.getMessage()
+    return message.partition("\n")[0] if record.name == "asyncio" else message
+
+
+def _traceback_of(error: BaseException | None) -> str:
+    """Where it was raised, with its causes, the first of them first.
+
+    Without the words of what is not ours: a KeyError's are the key, which may be a prompt.
+    """
+    if error is None:
+        return ""
+    earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    words = f": {error.message}" if isinstance(error, NeuronDiError) else ""
+    own = f"{frames}{type(error).__qualname__}{words}"
+    return own if earlier is None else f"{_traceback_of(earlier)}\n{own}"
 
 
 def _as_text(value: object) -> str:

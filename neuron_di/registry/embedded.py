@@ -26,6 +26,7 @@ LEASES_MAX = 10_000
 KEY_BYTES_MAX = 1024
 TTL_S_MIN = 1.0
 TTL_S_MAX = 3600.0
+PAGE_BYTES_MAX = RECORD_BYTES_MAX  # of keys and values, unless a single one is larger
 HISTORY_MAX = 4096  # changes a watcher may fall behind before it gets a snapshot
 
 
@@ -53,6 +54,7 @@ class EmbeddedRegistry:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._leases: dict[LeaseId, _Lease] = {}
+        self._identity = secrets.token_hex(8)  # another registry's versions are not ours
         self._revision = 0  # number of changes so far; the history holds the latest of them
         self._history: deque[KeyChanged | KeyDeleted] = deque(maxlen=HISTORY_MAX)
         self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
@@ -126,6 +128,24 @@ class EmbeddedRegistry:
                     yield event
             else:
                 await self._changed.wait()
+
+    @property
+    def version(self) -> str:
+        """Names what there is now, in this registry."""
+        return f"{self._identity}-{self._revision}"
+
+    def page(self, prefix: str, after: str) -> tuple[dict[str, bytes], bool]:
+        """Some keys with this prefix behind `after`, in order, and whether they are the last."""
+        keys = sorted(key for key in self._entries if key.startswith(prefix) and key > after)
+        page: dict[str, bytes] = {}
+        num_bytes = 0
+        for key in keys:
+            value = self._entries[key].value
+            num_bytes += len(key) + len(value)
+            if page and num_bytes > PAGE_BYTES_MAX:
+                return page, False
+            page[key] = value
+        return page, True
 
     def check_integrity(self) -> None:
         """Raise LocalProtocolError unless keys and leases agree and no limit is exceeded."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -10,6 +11,7 @@ import zmq.asyncio
 
 from neuron_di.errors import (
     ConfigError,
+    PeerError,
     PeerGone,
     PeerRefused,
     PeerTimeout,
@@ -17,15 +19,17 @@ from neuron_di.errors import (
 )
 from neuron_di.obs import get_logger
 from neuron_di.registry.link import open_socket
-from neuron_di.registry.registry import LeaseId
+from neuron_di.registry.registry import LeaseId, RegistryEvent, Snapshot
 from neuron_di.wire import (
     RECORD_BYTES_MAX,
     GrantLease,
     KeepLeaseAlive,
     KeyPut,
+    KeysListed,
     LeaseGranted,
     LeaseRemaining,
     LeaseRevoked,
+    ListKeys,
     PutKey,
     RegistryAnswer,
     RegistryCall,
@@ -38,12 +42,13 @@ from neuron_di.wire import (
 _log = get_logger(__name__)
 
 CALL_TIMEOUT_S = 2.0
+WATCH_INTERVAL_S = 0.25  # between two looks whether something has changed
 
-A = TypeVar("A", LeaseGranted, KeyPut, LeaseRemaining, LeaseRevoked)
+A = TypeVar("A", LeaseGranted, KeyPut, LeaseRemaining, LeaseRevoked, KeysListed)
 
 
 class RegistryClient:
-    """A Registry for as long as it is entered: `async with RegistryClient("tcp://host:port")`.
+    """A Registry, and watchable, while entered: `async with RegistryClient("tcp://host:port")`.
 
     A call ends with its answer, or with PeerTimeout after `call_timeout_s` seconds; nothing
     has to listen yet when the client is entered. `num_malformed` counts answers that could
@@ -101,6 +106,42 @@ class RegistryClient:
 
     async def revoke(self, lease: LeaseId) -> None:
         await self._ask(RevokeLease(call=next(self._calls), lease=lease), LeaseRevoked)
+
+    async def watch(self, prefix: str) -> AsyncGenerator[RegistryEvent, None]:
+        """As WatchableRegistry says, in snapshots only.
+
+        While the registry cannot be reached nothing is said: what was known stays known.
+        """
+        seen = ""
+        while True:
+            try:
+                version, values = await self._all(prefix, seen)
+            except PeerError as error:
+                _log.warning("registry_unreachable", reason=error.message)
+            else:
+                if version != seen:
+                    seen = version
+                    yield Snapshot(values)
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def _all(self, prefix: str, seen: str) -> tuple[str, dict[str, bytes]]:
+        """Every key and the version they are of; no key where that is the one that was seen."""
+        version, values, after = "", dict[str, bytes](), ""
+        while True:
+            request = ListKeys(call=next(self._calls), prefix=prefix, after=after, seen=seen)
+            page = await self._ask(request, KeysListed)
+            if page.values is None:
+                return page.version, {}
+            if version and page.version != version:  # it changed between two pages: begin again
+                version, values, after = "", {}, ""
+                continue
+            version = page.version
+            values |= page.values
+            if page.is_last:
+                return version, values
+            before, after = after, max(page.values, default="")
+            if after <= before:
+                raise RemoteProtocolError("the registry's pages do not go on")
 
     async def _ask(self, request: RegistryCall, answer_type: type[A]) -> A:
         """The answer, which must be of this type, before the deadline."""

@@ -18,9 +18,11 @@ from neuron_di.wire import (
     GrantLease,
     KeepLeaseAlive,
     KeyPut,
+    KeysListed,
     LeaseGranted,
     LeaseRemaining,
     LeaseRevoked,
+    ListKeys,
     PutKey,
     RegistryAnswer,
     RegistryRefused,
@@ -118,5 +120,14 @@ class RegistryServer:
                 case RevokeLease():
                     await self._registry.revoke(LeaseId(request.lease))
                     return LeaseRevoked(call=call)
+                case ListKeys():
+                    return self._page(request)
         except PeerRefused as error:
             return RegistryRefused(call=call, reason=error.message)
+
+    def _page(self, request: ListKeys) -> KeysListed:
+        version = self._registry.version
+        if request.seen == version:
+            return KeysListed(call=request.call, version=version, values=None, is_last=True)
+        values, is_last = self._registry.page(request.prefix, request.after)
+        return KeysListed(call=request.call, version=version, values=values, is_last=is_last)

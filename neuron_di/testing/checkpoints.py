@@ -29,6 +29,39 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# Tools and their calls in the form of Hermes and Qwen; reasoning in tags, which only the latest
+# answer keeps. `enable_thinking=false` closes the tags in the prompt, `true` opens them.
+TOOL_CHAT_TEMPLATE = (
+    "{%- if tools %}"
+    "{{- '<|im_start|>system\n# Tools\n<tools>' }}"
+    "{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}"
+    "{{- '\n</tools>\nAnswer with <tool_call>\n' }}"
+    '{{- \'{"name": <name>, "arguments": <object>}\n</tool_call><|im_end|>\n\' }}'
+    "{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- set content = message.content if message.content is string else '' %}"
+    "{%- if message.role == 'assistant' and '</think>' in content %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}"
+    "{%- endif %}"
+    "{%- if message.role == 'tool' %}"
+    "{{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response>' }}"
+    "{%- else %}"
+    "{{- '<|im_start|>' + message.role + '\n' + content }}"
+    "{%- endif %}"
+    "{%- for call in message.tool_calls or [] %}"
+    '{{- \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- (call.function.arguments | tojson) + '}\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking %}{{- '<think>\n' }}{%- endif %}"
+    "{%- if enable_thinking is defined and not enable_thinking %}"
+    "{{- '<think>\n\n</think>\n\n' }}"
+    "{%- endif %}"
+    "{%- endif %}"
+)
 _LOGIT_STD = 3.0  # about that of a trained model, so that sampling has something to choose from
 _QUERY_SCALE = 3.0  # sharp attention: what is far back decides, and the output does not cycle
 _SHAPES: dict[Size, dict[str, int]] = {
@@ -73,11 +106,13 @@ def write_random_checkpoint(
     tied: bool | None = None,
     num_shards: int = 1,
     config: Mapping[str, object] | None = None,
+    chat_template: str = CHAT_TEMPLATE,
 ) -> None:
     """Write a complete checkpoint: config, weights, tokenizer with chat template, end tokens.
 
     `folder` is created. `tied` None: untied for tiny llama and mistral, tied otherwise. `config`
-    overrides keys of config.json. The same arguments give the same weights.
+    overrides keys of config.json. `chat_template` TOOL_CHAT_TEMPLATE takes tools, and marks
+    reasoning. The same arguments give the same weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(_tokenizer_json(size))
@@ -94,7 +129,7 @@ def write_random_checkpoint(
         "pad_token": END_OF_TEXT,
         "model_max_length": fields["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     tensors = _random_tensors(ModelSpec.from_folder(folder), getattr(torch, dtype), seed)

@@ -22,7 +22,8 @@ from xxhash import xxh3_64_intdigest
 from neuron_di.backends.backend import LayerHook
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.kv import KvLayout, KvPool, segment_bytes
-from neuron_di.request import Request, Tokenizer
+from neuron_di.models import ReadLogits
+from neuron_di.request import ChatExtras, Request, Tokenizer
 from neuron_di.testing.faults import Faults
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import ShmRegion
@@ -110,7 +111,12 @@ class FakeBackend:
         self.pool: KvPool = self._own_pool
         self._faults = faults or Faults(random.Random(0))
 
-    def prefill(self, chunk: PrefillChunk, after_layer: LayerHook | None = None) -> Tensor | None:
+    def prefill(
+        self,
+        chunk: PrefillChunk,
+        after_layer: LayerHook | None = None,
+        read_logits: ReadLogits | None = None,
+    ) -> Tensor | None:
         if self._faults.strikes("step fails"):
             raise RuntimeError("an injected fault")
         kernel = DECODE_KERNEL if chunk.is_replay else PROMPT_KERNEL
@@ -118,6 +124,10 @@ class FakeBackend:
         self._extend(chunk.request.block_ids, chunk.start, ids, kernel)
         if after_layer is not None:
             after_layer(0, chunk.request.block_ids)
+        if read_logits is not None:
+            for place in range(chunk.start, chunk.end):
+                row = self._logits(chunk.request, place + 1, kernel)
+                read_logits(place, torch.from_numpy(row[np.newaxis].copy()))
         if not chunk.is_last:
             return None
         return torch.from_numpy(self._logits(chunk.request, chunk.end, kernel))
@@ -161,11 +171,25 @@ class FakeTokenizer(Tokenizer):
         self.eos_id = EOS_ID
         self.num_vocab = NUM_VOCAB
 
-    def encode(self, text: str) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,  # noqa: ARG002
+        param: str = "prompt",  # noqa: ARG002
+    ) -> list[int]:
         return [1 + byte % (NUM_VOCAB - 1) for byte in text.encode()]
 
-    def encode_chat(self, messages: Any) -> list[int]:
-        return self.encode("".join(str(message["content"]) for message in messages))
+    def render_chat(self, messages: Any, extras: ChatExtras | None = None) -> str:  # noqa: ARG002
+        return "".join(str(message["content"]) for message in messages)
+
+    @property
+    def chat_template_source(self) -> str | None:
+        return None
+
+    def token_piece(self, token_id: int) -> str | None:
+        known = 0 <= token_id < NUM_VOCAB
+        return _PIECES[token_id].decode("latin-1") if known else None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         pieces = [

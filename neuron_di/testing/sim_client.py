@@ -1,7 +1,7 @@
 """One client of a simulated cluster: reads its answer, and compares every event as it comes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,8 +10,13 @@ from neuron_di.testing.sim_failure import Fail
 from neuron_di.testing.workload import Wanted
 from neuron_di.wire import Failed, Finished, Token
 from neuron_di_proxy.failure import failure_of
+from neuron_di_proxy.leg_merge import Emit
 
 Outcome = Literal["running", "completed", "cancelled", "failed", "cut off"]  # with its proxy
+
+
+# Serves a request: tokens are emitted, the end is returned or raised.
+Serve = Callable[[Emit], Awaitable[Finished]]
 
 
 def _nothing(name: str) -> None:
@@ -26,51 +31,56 @@ class Client:
     wanted: Wanted
     arrives_s: float
     cancels_after: int | None  # tokens; None: it stays to the end
-    pause_s: float  # between two events: a slow reader
-    deadline_s: float  # after its arrival, its own pauses not counted
+    deadline_s: float  # after its arrival
     fail: Fail
     now_s: Callable[[], float]
     num_tokens: int = 0
     outcome: Outcome = "running"
     failed: Failed | None = None
-    paused_s: float = 0.0
     started_s: float = 0.0
     on_end: Callable[[str], None] = _nothing  # given its name
+    task: asyncio.Task[None] | None = None  # that serves it
 
-    async def read(self, generation: AsyncGenerator[Token | Finished, None]) -> None:
+    async def read(self, serve: Serve) -> None:
         """Read to the end, or leave. Exactly one end is seen, and none in vain."""
         self.started_s = self.now_s()
+        self.task = asyncio.current_task()
         try:
-            await self._read_all(generation)
+            end: object = await serve(self._take)
         except NeuronDiError as error:
-            self._end("failed")
-            self.failed = failure_of(error)
-            self._check_failure(self.failed)
+            if self._is_still_there("failed"):
+                self.failed = failure_of(error)
+                self._check_failure(self.failed)
         except asyncio.CancelledError:
-            self._end("cancelled")
+            self._is_still_there("cancelled")  # if not, it left by itself
         except Exception as error:
-            self._end("failed")
+            self._is_still_there("failed")
             self.fail("bug", repr(error), self.name)
-        finally:
-            await generation.aclose()
+        else:
+            if not isinstance(end, Finished):
+                self.fail("hidden", "its stream ended without an end", self.name)
+            elif self._is_still_there("completed"):
+                self._check_end(end)
 
-    async def _read_all(self, generation: AsyncGenerator[Token | Finished, None]) -> None:
-        async for event in generation:
-            if self.outcome != "running":
-                self.fail("wrong", f"{type(event).__name__} after its end", self.name)
-            if isinstance(event, Finished):
-                self._check_end(event)
-                self._end("completed")
-                continue
-            self._check_token(event)
-            if self.num_tokens == self.cancels_after:
-                self._end("cancelled")
-                return
-            if self.pause_s:
-                self.paused_s += self.pause_s
-                await asyncio.sleep(self.pause_s)
-        if self.outcome == "running":
-            self.fail("hidden", "its stream ended without an end", self.name)
+    def _is_still_there(self, outcome: Outcome) -> bool:
+        """Note its end, unless it had left when that came."""
+        if self.outcome == "cancelled":
+            return False
+        if self.outcome != "running":
+            self.fail("wrong", f"{outcome} after its end", self.name)
+        self._end(outcome)
+        return True
+
+    def _take(self, token: Token) -> None:
+        """A token arrives. What was on its way when the client left is dropped."""
+        if self.outcome == "cancelled":
+            return
+        if self.outcome != "running":
+            self.fail("wrong", "a token after its end", self.name)
+        self._check_token(token)
+        if self.num_tokens == self.cancels_after and self.task is not None:
+            self._end("cancelled")
+            self.task.cancel()
 
     def _check_token(self, token: Token) -> None:
         right = self.wanted.answer.tokens
@@ -107,6 +117,6 @@ class Client:
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self.on_end(self.name)
-        late_s = self.now_s() - self.started_s - self.paused_s - self.deadline_s
+        late_s = self.now_s() - self.started_s - self.deadline_s
         if late_s > 0:
             self.fail("stuck", f"ended {late_s:.3f} s after its deadline", self.name)

@@ -157,8 +157,12 @@ class Cluster:
             busy = (status.num_waiting, status.num_running, status.num_transferring)
             if len(worker.legs) or any(busy):
                 found.append(f"{place.name}: {len(worker.legs)} legs, requests {busy}")
-        if self.proxy.admission.num_running:
-            found.append(f"proxy: {self.proxy.admission.num_running} requests")
+        admission = self.proxy.admission
+        if any((admission.num_running, admission.num_waiting, admission.num_places)):
+            found.append(
+                f"proxy: {admission.num_running} requests run in {admission.num_places} places, "
+                f"{admission.num_waiting} wait"
+            )
         return found
 
     def tally(self) -> Tally:

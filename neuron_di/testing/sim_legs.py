@@ -1,13 +1,12 @@
-"""Legs over the simulated network: the proxy's `Workers`, and each worker's HTTP front.
+"""Legs over the simulated network: the proxy's `Workers`, and the leg link of each worker.
 
-What `worker_client` and `worker/server` do over HTTP, the same errors included: refused when
-nobody listens, gone when the process or the connection dies, silent when it is frozen or the way
-is cut. Closing a leg cancels it at its worker a little later. Faults reset connections, let
-them fall silent, and refuse them.
+What `worker_client` and a worker's server do over TCP, the same errors included. All legs of a
+proxy process at a worker process share one connection: refused when nobody listens, gone when
+either end dies, silent when the worker is frozen or the way is cut. Closing a leg cancels it at
+its worker a little later. Faults reset connections, let them fall silent, and refuse them.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from neuron_di.errors import (
     CapacityError,
     LocalProtocolError,
     NeuronDiError,
+    PeerError,
     PeerGone,
     PeerTimeout,
 )
@@ -27,7 +27,9 @@ from neuron_di.testing.sim_rpc import ask
 from neuron_di.testing.virtual_loop import Process
 from neuron_di.wire import (
     Failed,
+    Finished,
     LegEvent,
+    Released,
     WorkerRecord,
     WorkerStatus,
     decode_leg_decoder,
@@ -38,16 +40,14 @@ from neuron_di.wire import (
 from neuron_di.worker import Worker
 from neuron_di.worker.leg_report import failed
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.workers import STATUS_TIMEOUT_S, LegKind, Progress
+from neuron_di_proxy.workers import STATUS_TIMEOUT_S, Hear, LegKind, Said
 
-ORPHAN_S = 15.0  # until a worker notices that the proxy of a leg vanished without a word
-
-_HANG_UP = PeerGone("the worker hung up")
+ORPHAN_S = 15.0  # until a worker notices that the proxy of a link vanished without a word
 
 
 @dataclass(slots=True)
 class Server:
-    """A worker's HTTP front, once it listens. `crashed` is told of exceptions nobody foresaw."""
+    """A worker's port, once it listens. `crashed` is told of exceptions nobody foresaw."""
 
     process: Process
     worker: Worker
@@ -96,6 +96,7 @@ class SimWorkers:
         self.servers = servers
         self.idle_timeout_s = idle_timeout_s
         self.connect_timeout_s = connect_timeout_s
+        self._links: dict[tuple[str, int, str], _LegLink] = {}
 
     def server_of(self, record: WorkerRecord) -> Server | None:
         """Who listens at a record's address, if its process lives."""
@@ -104,6 +105,14 @@ class SimWorkers:
 
     def open_leg(self, record: WorkerRecord, kind: LegKind, leg: msgspec.Struct) -> "SimLeg":
         return SimLeg(self, record, kind, leg)
+
+    def link_to(self, record: WorkerRecord) -> "_LegLink":
+        """The link to a worker process: a new one when there is none, or it ended."""
+        key = record.host, record.api_port, record.incarnation
+        link = self._links.get(key)
+        if link is None or link.has_ended:
+            link = self._links[key] = _LegLink(self, record)
+        return link
 
     async def status(
         self, record: WorkerRecord, timeout_s: float = STATUS_TIMEOUT_S
@@ -125,149 +134,202 @@ class SimLeg:
         self, workers: SimWorkers, record: WorkerRecord, kind: LegKind, leg: msgspec.Struct
     ) -> None:
         self.worker_id = record.worker_id
+        self.kind: LegKind = kind
+        self.document: Any = leg
+        self._workers = workers
+        self._record = record
+        self._link: _LegLink | None = None
+        self._hear: Hear | None = None  # while it is open
+
+    def open(self, hear: Hear) -> None:
+        self._hear = hear
+        self._link = self._workers.link_to(self._record)
+        self._link.open(self)
+
+    def close(self) -> None:
+        if self._hear is not None and self._link is not None:
+            self._hear = None
+            self._link.close(self)
+
+    def arrive(self, line: bytes) -> None:
+        """An event came."""
+        event = leg_event_decoder.decode(line)
+        self.say(LegFailed(event) if isinstance(event, Failed) else event)
+
+    def say(self, said: Said) -> None:
+        """Tell who listens, unless it is over already."""
+        hear = self._hear
+        if hear is not None:
+            if isinstance(said, Exception | Finished | Released):
+                self._hear = None
+            hear(said)
+
+
+class _LegLink:
+    """One connection of a proxy process to a worker process, both of its ends."""
+
+    def __init__(self, workers: SimWorkers, record: WorkerRecord) -> None:
+        self.has_ended = False  # at the proxy's end
         self._workers = workers
         self._network = workers.network
+        self._proxy = workers.process
         self._record = record
-        self._kind: LegKind = kind
-        self._leg: Any = leg
-        self._connection: _Connection | None = None
-        self._arrived: deque[bytes | PeerGone] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._heard_s = 0.0
-
-    async def next(self) -> Progress:
-        if self._connection is None:
-            await self._connect()
-        while not self._arrived:
-            await self._wait()
-        item = self._arrived.popleft()
-        if isinstance(item, PeerGone):
-            raise item
-        event = leg_event_decoder.decode(item)
-        if isinstance(event, Failed):
-            raise LegFailed(event)
-        return event
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-
-    def arrive(self, item: bytes | PeerGone) -> None:
-        """A line came, or the end of the connection."""
-        self._heard_s = self._network.loop.now_s
-        self._arrived.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _connect(self) -> None:
-        workers, network = self._workers, self._network
-        server = workers.server_of(self._record)
-        await asyncio.sleep(network.latency_s())
-        if server is None or server.process.is_dead or network.faults.strikes("connection refused"):
-            raise PeerGone(f"worker {self.worker_id} is gone (refused)")
-        ours, theirs = workers.process.name, server.process.name
-        if network.is_cut(ours, theirs) or network.is_cut(theirs, ours):
-            await asyncio.sleep(workers.connect_timeout_s)
-            raise PeerTimeout(f"worker {self.worker_id} cannot be reached in time")
-        self._connection = _Connection(self, network, workers.process, server)
-        self._heard_s = network.loop.now_s
-        self._connection.start(self._kind, encode_json(self._leg))
-
-    async def _wait(self) -> None:
-        loop = self._network.loop
-        self._waiter = loop.create_future()
-        try:
-            async with asyncio.timeout_at(self._heard_s + self._workers.idle_timeout_s):
-                await self._waiter
-        except TimeoutError:
-            if self._connection is None or self._connection.is_silent():
-                raise PeerTimeout(f"worker {self.worker_id} did not answer in time") from None
-            self._heard_s = loop.now_s  # the empty lines that keep a leg alive have come
-
-
-class _Connection:
-    def __init__(self, leg: SimLeg, network: Network, proxy: Process, server: Server) -> None:
-        self._leg = leg
-        self._network = network
-        self._proxy = proxy
-        self._server = server
-        self._up = Wire(network, proxy.name, server.process.name, server.process)
-        self._down = Wire(network, server.process.name, proxy.name, proxy)
-        self._task: asyncio.Task[None] | None = None
+        self._legs: dict[SimLeg, None] = {}  # open ones, in the order they were opened
+        self._server: Server
+        self._up: Wire | None = None  # while connected
+        self._down: Wire
+        self._tasks: dict[SimLeg, asyncio.Task[None]] = {}  # the worker's
         self._is_stalled = False
-        self._is_reset = False
-        network.on_death(server.process.name, self._worker_died)
-        network.on_death(proxy.name, self._proxy_died)
+        self._is_watched = False  # by a timer
+        self._heard_s = 0.0
+        self._proxy.call_later(self._network.latency_s(), self._connect)
 
-    def start(self, kind: LegKind, body: bytes) -> None:
-        self._up.send(self._begin, kind, body)
+    def open(self, leg: SimLeg) -> None:
+        if not self._legs:
+            self._heard_s = self._network.loop.now_s
+        if not self._is_watched:
+            self._is_watched = True
+            self._proxy.call_later(self._workers.idle_timeout_s, self._check_silence)
+        self._legs[leg] = None
+        if self._up is not None:
+            self._send_up(self._begin, leg, encode_json(leg.document))
 
-    def close(self) -> None:
-        """At the proxy's end: nothing more arrives here, and the worker notices."""
-        if self._down.is_closed:
+    def close(self, leg: SimLeg) -> None:
+        self._legs.pop(leg, None)
+        if self._up is not None:
+            self._send_up(self._cancel, leg)
+
+    # The proxy's end.
+
+    def _connect(self) -> None:
+        network, workers = self._network, self._workers
+        server = workers.server_of(self._record)
+        worker_id = self._record.worker_id
+        if server is None or network.faults.strikes("connection refused"):
+            self._end(PeerGone(f"worker {worker_id} is gone (refused)"))
             return
-        self._down.is_closed = True
-        self._forget()
-        if self._network.is_cut(self._proxy.name, self._server.process.name) or self._is_stalled:
-            self._server.process.call_later(ORPHAN_S, self._cancel)
-        else:
-            self._up.send(self._cancel)
+        ours, theirs = self._proxy.name, server.process.name
+        if network.is_cut(ours, theirs) or network.is_cut(theirs, ours):
+            late = PeerTimeout(f"worker {worker_id} cannot be reached in time")
+            self._proxy.call_later(workers.connect_timeout_s, self._end, late)
+            return
+        self._server = server
+        self._up = Wire(network, ours, theirs, server.process)
+        self._down = Wire(network, theirs, ours, self._proxy)
+        network.on_death(theirs, self._worker_died)
+        network.on_death(ours, self._proxy_died)
+        self._heard_s = network.loop.now_s
+        for leg in self._legs:
+            self._send_up(self._begin, leg, encode_json(leg.document))
 
-    def is_silent(self) -> bool:
-        """No empty lines come, either."""
+    def _arrive(self, leg: SimLeg, line: bytes) -> None:
+        self._heard_s = self._network.loop.now_s
+        leg.arrive(line)
+
+    def _check_silence(self) -> None:
+        """End what has legs and says nothing. A link that is only idle says that it lives."""
+        now_s, idle_s = self._network.loop.now_s, self._workers.idle_timeout_s
+        self._is_watched = not self.has_ended and bool(self._legs)
+        if not self._is_watched:
+            return
+        if now_s >= self._heard_s + idle_s:
+            if self._up is None or self._is_silent():
+                self._end(PeerTimeout(f"worker {self._record.worker_id} did not answer in time"))
+                return
+            self._heard_s = now_s
+        self._proxy.call_later(self._heard_s + idle_s - now_s, self._check_silence)
+
+    def _is_silent(self) -> bool:
         worker = self._server.process
         is_cut = self._network.is_cut(worker.name, self._proxy.name)
         return self._is_stalled or worker.is_halted or is_cut
 
-    def _begin(self, kind: LegKind, body: bytes) -> None:
-        self._task = self._network.loop.create_task(self._run(kind, body))
+    def _end(self, error: PeerError) -> None:
+        """Close the connection at the proxy's end. The worker notices, sooner or later."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        if self._up is not None:
+            self._leave()
+        legs, self._legs = self._legs, {}
+        for leg in legs:
+            leg.say(error)
 
-    async def _run(self, kind: LegKind, body: bytes) -> None:
+    def _send_up(self, deliver: Callable[..., None], *args: object) -> None:
+        assert self._up is not None, "it is connected"
+        if self._network.is_lossy(self._proxy.name, self._server.process.name):
+            self._stall()
+        self._up.send(deliver, *args)
+
+    # The worker's end.
+
+    def _begin(self, leg: SimLeg, body: bytes) -> None:
+        task = self._network.loop.create_task(self._run(leg, body))
+        self._tasks[leg] = task
+        task.add_done_callback(lambda _: self._tasks.pop(leg, None))
+
+    async def _run(self, leg: SimLeg, body: bytes) -> None:
         network = self._network
-        async with aclosing(self._server.answer(kind, body)) as events:
+        async with aclosing(self._server.answer(leg.kind, body)) as events:
             async for event in events:
                 if network.faults.strikes("leg reset"):
                     self._reset()
                 elif network.faults.strikes("leg stalls"):
                     self._stall()
-                self._say(event)
-        self._down.send(self._leg.arrive, _HANG_UP)
-        self._forget()
+                name = self._server.process.name
+                network.note("leg", name, leg.kind, leg.document, event)
+                self._send_down(self._arrive, leg, encode_json(event))
+        self._send_down(leg.say, PeerGone("the worker hung up"))  # unless it said its end
 
-    def _say(self, event: LegEvent) -> None:
-        leg = self._leg
-        if self._is_reset:
-            return
-        self._network.note("leg", self._server.process.name, leg._kind, leg._leg, event)  # noqa: SLF001 - the other half
-        self._down.send(leg.arrive, encode_json(event))
+    def _send_down(self, deliver: Callable[..., None], *args: object) -> None:
+        if self._network.is_lossy(self._server.process.name, self._proxy.name):
+            self._stall()
+        self._down.send(deliver, *args)
+
+    def _cancel(self, leg: SimLeg) -> None:
+        if leg in self._tasks:
+            self._tasks[leg].cancel()
+
+    def _cancel_all(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+    # The connection.
+
+    def _leave(self) -> None:
+        """The proxy closes the connection, or is gone."""
+        self._forget()
+        assert self._up is not None, "it was connected"
+        self._up.is_closed = self._down.is_closed = True
+        is_cut = self._network.is_cut(self._proxy.name, self._server.process.name)
+        unseen = is_cut or self._is_stalled
+        self._server.process.call_later(
+            ORPHAN_S if unseen else self._network.latency_s(), self._cancel_all
+        )
 
     def _reset(self) -> None:
-        self._down.send(self._leg.arrive, PeerGone("the connection was reset"))
-        self._is_reset = True
-        self._forget()
-        self._server.process.call_soon(self._cancel)
+        self._down.send(self._end, PeerGone("the connection was reset"))
+        self._server.process.call_soon(self._cancel_all)
 
     def _stall(self) -> None:
-        self._is_stalled = self._down.is_closed = True
-        self._forget()
-        self._server.process.call_later(ORPHAN_S, self._cancel)
+        """Nothing arrives any more, at either end, and neither hears of it.
 
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        Also where what was sent is lost: TCP lets nothing pass that follows it.
+        """
+        if not self._is_stalled:
+            assert self._up is not None, "it was connected"
+            self._is_stalled = self._up.is_closed = self._down.is_closed = True
+            self._server.process.call_later(ORPHAN_S, self._cancel_all)
 
     def _worker_died(self) -> None:
         self._forget()
-        if not self._network.is_cut(self._server.process.name, self._proxy.name):
-            self._down.send(self._leg.arrive, PeerGone("the worker's process ended"))
+        if self._network.is_cut(self._server.process.name, self._proxy.name):
+            self._stall()
         else:
-            self._is_stalled = True
+            self._down.send(self._end, PeerGone("the worker's process ended"))
 
     def _proxy_died(self) -> None:
-        self._forget()
-        is_cut = self._network.is_cut(self._proxy.name, self._server.process.name)
-        delay_s = ORPHAN_S if is_cut else self._network.latency_s()
-        self._server.process.call_later(delay_s, self._cancel)
+        self._leave()
 
     def _forget(self) -> None:
         self._network.forget_death(self._server.process.name, self._worker_died)

@@ -98,7 +98,8 @@ def _draw_hand_over(rng: random.Random) -> HandOverOptions:
 
 def _draw_limits(rng: random.Random) -> LimitOptions:
     return LimitOptions(
-        requests_max=rng.choice((8, 1024, 1024, 1024)),
+        requests_max=rng.choice((4, None, None, None)),
+        queue_max=rng.choice((4, None, None, None)),
         request_timeout_s=rng.choice((3.0, 20.0, 30.0)),
         queue_timeout_s=rng.choice((0.0, 3.0, 10.0)),
         idle_timeout_s=rng.choice((1.0, 15.0)),

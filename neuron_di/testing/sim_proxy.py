@@ -4,11 +4,12 @@ import asyncio
 import random
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from neuron_di.clock import now_s
+from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import CapacityError
 from neuron_di.registry import Directory, EmbeddedRegistry
 from neuron_di.testing.sim_client import Client
@@ -16,16 +17,19 @@ from neuron_di.testing.sim_legs import SimWorkers
 from neuron_di.testing.sim_worker import MODEL, PROXY, World
 from neuron_di.testing.virtual_loop import Process
 from neuron_di.types import RequestId
-from neuron_di.wire import WorkerRecord
+from neuron_di.wire import Finished, WorkerRecord
 from neuron_di_proxy.admission import Admission
+from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.health import Health
-from neuron_di_proxy.openai_request import ClientRequest
+from neuron_di_proxy.leg_merge import Emit
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.route import Router
 from neuron_di_proxy.self_test import PairBook, SelfTest
+from neuron_di_proxy.tenant import Tenant
 
 SWEEP_S = 0.5
+TENANTS = (Tenant(name="one"), Tenant(name="other", weight=2.0))
 
 Lie = Literal["hidden", "stale", "misplaced"]
 
@@ -79,7 +83,7 @@ class SimProxy:
         if self.process is not None and not self.process.is_dead:
             return
         self.registry = EmbeddedRegistry()
-        self.admission = Admission(self._world.options.limits.requests_max)
+        self.admission = Admission(self._world.options.limits, self._num_slots)
         self.directory = self.runner = self._self_test = None
         self._clients = []
         self.process = self._world.network.spawn(PROXY)
@@ -143,22 +147,30 @@ class SimProxy:
         return self.process.start(self._serve(client))
 
     def _serve(self, client: Client) -> Coroutine[Any, Any, None]:
-        return client.read(self._generation(client))
+        return client.read(partial(self._answer, client))
 
-    async def _generation(self, client: Client) -> Any:
+    async def _answer(self, client: Client, emit: Emit) -> Finished:
         if self.runner is None:
             raise CapacityError("the proxy is starting")
         wanted = client.wanted
-        request = ClientRequest(
+        request = ChoiceRequest(
             endpoint="completions",
             model=MODEL,
             prompt=msgspec.Raw(msgspec.json.encode(wanted.prompt_ids)),
             sampling=wanted.sampling,
-            stream=True,
-            include_usage=False,
         )
         record = RequestRecord(request_id=RequestId(client.name), model=MODEL)
         self.records[client.name] = record
-        with self.admission.admit():
-            async for event in self.runner.run(request, record):
-                yield event
+        ticket = self.admission.arrive(TENANTS[wanted.number % len(TENANTS)])
+        try:
+            ticket.take(1)
+            queue_timeout_s = self._world.options.limits.queue_timeout_s
+            await ticket.turn(Deadline(record.accepted_s + queue_timeout_s))
+            return await self.runner.run(request, record, emit)
+        finally:
+            ticket.close()
+
+    def _num_slots(self) -> int:
+        """Answers that the workers can compute together, as far as the directory knows."""
+        known = () if self.directory is None else self.directory.workers()
+        return sum(record.slots for record in known if record.role != "prefill")

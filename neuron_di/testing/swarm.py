@@ -119,7 +119,6 @@ def _start_client(cluster: Cluster, number: int, *, is_single: bool) -> None:
         wanted=want,
         arrives_s=rng.random() * ARRIVE_S,
         cancels_after=rng.randint(1, len(want.answer.tokens)) if rng.random() < 0.1 else None,
-        pause_s=rng.random() * 0.3 if rng.random() < 0.1 else 0.0,
         deadline_s=SINGLE_FAULT_S if is_single else limits.request_timeout_s + SLACK_S,
         fail=cluster.world.fail,
         now_s=cluster.loop.time,

@@ -22,7 +22,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
     StaleAttempt,
 )
-from neuron_di.obs import get_logger
+from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.send_entry import Cause, Entry
@@ -54,6 +54,7 @@ from neuron_di.wire.handoff import SenderAction, SenderEvent, SenderState, sende
 from neuron_di.wire.signal import REASON_CHARS_MAX
 
 _log = get_logger(__name__)
+_refusals = LimitedLogger(__name__)
 
 SWEEP_INTERVAL_S = 1.0
 
@@ -157,7 +158,7 @@ class SendBuffer:
             self._on_message(identity, from_decode_decoder.decode(frames[1]))
         except PeerError as error:
             self._counters.num_signals_refused += 1
-            _log.warning("signal_refused", fault="peer", reason=error.message)
+            _refusals.warning("signal_refused", fault="peer", reason=error.message)
             self._send(identity, Malformed(reason=error.message[:REASON_CHARS_MAX]))
 
     def _on_message(self, identity: Identity, message: object) -> None:

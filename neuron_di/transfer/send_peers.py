@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from neuron_di.clock import now_s, unix_s
-from neuron_di.obs import get_logger
+from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import SIGNAL_VERSION, Handshake, Refused, Welcome
 
 _log = get_logger(__name__)
+_refusals = LimitedLogger(__name__)
 
 # A connection's name on the signal link: "<incarnation>.<number>", unique for each connection.
 Identity = str
@@ -60,11 +61,11 @@ class SendPeers:
         local = self._local
         reason = self._why_refused(identity, message)
         if reason is not None:
-            _log.warning("handshake_refused", peer=message.worker_id, reason=reason)
+            _refusals.warning("handshake_refused", peer=message.worker_id, reason=reason)
             return Refused(reason=reason, is_stale=message.expects != local.incarnation)
         if len(self._peers) >= self._peers_max and identity not in self._peers:
             reason = f"{local.worker_id} talks to {self._peers_max} workers already"
-            _log.warning("handshake_refused", peer=message.worker_id, reason=reason)
+            _refusals.warning("handshake_refused", peer=message.worker_id, reason=reason)
             return Refused(reason=reason, is_busy=True)
         if (peer := self.heard(identity)) is None:  # who shakes hands twice stays who it is
             self._peers[identity] = peer = Peer(message.worker_id, message.incarnation, now_s())

@@ -3,6 +3,8 @@
 The key is the seed's, `/workers/{role}/{ip}/{api_port}` (N-36); the value is typed.
 """
 
+from typing import Literal
+
 import msgspec
 
 from neuron_di.types import Incarnation, Role, WorkerId, WorkerState
@@ -10,7 +12,9 @@ from neuron_di.wire.codec import Decoder
 from neuron_di.wire.legs import PeerAddress
 
 RECORD_BYTES_MAX = 64 << 10
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+ToolFormat = Literal["hermes", "llama3_json", "mistral"]
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +39,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     # bit; None: no two runs need be equal.
     numerics: str | None = None
     connections: list[str] = []  # worker ids of the peers it has a buffer for
+    slots: int = 0  # requests it computes together
+    num_vocab: int = 0
+    # How the model's chat template writes tool calls; None: it does not.
+    tool_format: ToolFormat | None = None
+    reasoning: tuple[str, str] | None = None  # the tags around a model's reasoning, if it has any
 
     def key(self) -> str:
         return f"/workers/{self.role}/{self.host}/{self.api_port}"

@@ -10,8 +10,8 @@ from neuron_di.types import RequestId
 T = TypeVar("T")
 
 SIGNAL_BYTES_MAX = 8 << 20  # one message on the signal link, Ready of a million tokens included
-LEG_BYTES_MAX = (16 << 20) + (64 << 10)  # one leg's HTTP body: the client's, and our fields
-EVENT_BYTES_MAX = 1 << 20  # one line of a leg's answer
+LEG_BYTES_MAX = (16 << 20) + (64 << 10)  # one leg's document: the client's body, and our fields
+EVENT_BYTES_MAX = 16 << 20  # one event of a leg: a long prompt's report included
 
 # A request's id as it arrives. Workers remember many, so that none may be large.
 BoundedRequestId = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=128)]

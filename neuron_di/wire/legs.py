@@ -1,13 +1,12 @@
 """What the proxy says to a worker, and what the worker answers: one leg of a request.
 
-A leg is one HTTP POST. Its body is one JSON document; its answer is a stream of JSON
-lines (events). Closing the connection cancels the leg.
+A leg is one document, and the events that answer it. `leg_link.py` says how both travel.
 
-    POST /legs/prefill   PrefillLeg -> Token(k), then Finished
-                                       | Token(k), Parked, later Released
-    POST /legs/decode    DecodeLeg  -> Token(k+1), Token(k+2), ..., Finished
-    POST /legs/whole     PrefillLeg -> Token(k), Token(k+1), ..., Finished     (role "both")
-    any of them                     -> ... Failed as the last event
+    prefill       PrefillLeg -> Token(k), then Finished
+                                | Token(k), Parked, later Released
+    decode        DecodeLeg  -> Token(k+1), Token(k+2), ..., Finished
+    whole         PrefillLeg -> Token(k), Token(k+1), ..., Finished     (role "both")
+    any of them              -> ... Failed as the last event
 
 k is 0, or the number of tokens that earlier attempts sent to the client: those ids are
 given in the leg, and are never sampled again. If they are a complete answer by themselves,
@@ -30,12 +29,30 @@ from neuron_di.wire.codec import (
 )
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the text of an answer must be. Its state is a function of the answer's token ids.
+
+    json_object: any JSON object; json_schema: JSON that `value`, a JSON Schema, allows; choice:
+    one of the strings in `value`, a JSON array. `after`: free text up to and with this string
+    comes first (the end of a model's reasoning), unless the prompt ends with it; "": the grammar
+    begins with token 0. `param` is the field of the client's request that asks for it: errors
+    name it.
+    """
+
+    kind: Literal["json_object", "json_schema", "choice"]
+    value: str = ""
+    after: str = ""
+    param: Literal["response_format", "structured_outputs", "tools"] = "response_format"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when a request ends. Checked by `request.check_sampling`.
 
     `seed` is set by whoever starts the request, so that both legs draw the same numbers.
     `max_tokens` None means: as many as the context holds.
     `logprobs` is the number of alternatives to report per token; None reports nothing.
+    `logit_bias` is added to raw logits, `allowed_token_ids` (None: all) are the only ones that
+    can be chosen, `bad_words` are never completed.
     """
 
     max_tokens: int | None = 16
@@ -53,6 +70,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), each id once
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    grammar: Grammar | None = None
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +86,30 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     signal_port: int
 
 
-class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True):
+JSON_NULL = msgspec.Raw(b"null")  # an unread field that is not there: Raw has no `| None`
+
+
+class PromptOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a prompt becomes token ids, and what is reported of it. Raw fields are client's JSON.
+
+    `tools`, `documents` and `template_kwargs` go to the chat template. `add_special_tokens` None
+    is the endpoint's default: yes for completions, no for chats, whose template writes them.
+    `keep_last_tokens`: of a longer prompt only its last tokens are used. `report`: `Token.prompt`
+    comes with the first token, with logprobs of `logprobs` alternatives unless that is None.
+    """
+
+    tools: msgspec.Raw = JSON_NULL
+    documents: msgspec.Raw = JSON_NULL
+    template_kwargs: msgspec.Raw = JSON_NULL
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    keep_last_tokens: int | None = None
+    report: bool = False
+    logprobs: int | None = None
+
+
+class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Compute a prompt's KV and the next token. The prompt is the client's own JSON, unread."""
 
     request_id: BoundedRequestId
@@ -75,9 +120,11 @@ class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]  # then the worker ends the leg
     context_tokens: int | None = None  # the smaller of both workers'; None: this worker's own
     emitted: tuple[int, ...] = ()  # output ids that the client has: forced, not sampled
+    options: PromptOptions = PromptOptions()
+    traceparent: str | None = None  # W3C Trace Context of the attempt
 
 
-class DecodeLeg(msgspec.Struct, frozen=True, kw_only=True):
+class DecodeLeg(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Continue a request whose prompt is being prefilled by `prefill`."""
 
     request_id: BoundedRequestId
@@ -87,14 +134,16 @@ class DecodeLeg(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
     context_tokens: int | None = None  # as in the prefill leg: both must count alike
     num_emitted: int = 0  # as in the prefill leg
+    traceparent: str | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One candidate token: its text, its natural-log probability, its bytes."""
+    """One candidate token: its text, its natural-log probability, its bytes, its id."""
 
     text: str
     logprob: float
     token_bytes: list[int]
+    token_id: int
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -122,22 +171,40 @@ class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transfer_s: float = 0.0
 
 
+class PromptReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt as the worker read it. `logprobs` are one per token, None for the first."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+
+    def __repr__(self) -> str:
+        return f"PromptReport({len(self.token_ids)} tokens)"
+
+
 class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="token"):
-    """One generated token. `text` may be empty: half a character, or perhaps a stop string."""
+    """One generated token. `text` may be empty: half a character, or perhaps a stop string.
+
+    `prompt` comes with token 0 of a request that asked for it. `in_reasoning` is said with token
+    0: the prompt ends inside the model's reasoning, as its chat template opened the tag.
+    """
 
     index: int
     token_id: int
     text: str
     logprobs: TokenLogprobs | None = None
+    prompt: PromptReport | None = None
+    in_reasoning: bool = False
 
     def __repr__(self) -> str:
         return f"Token(index={self.index})"
 
 
-class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
+class Parked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="parked"):
     """The prompt's KV is complete and waits for the decode worker."""
 
     num_prompt: int
+    num_cached: int = 0  # tokens of the prompt whose KV this worker found and did not compute
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
@@ -153,6 +220,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     num_prompt: int
     num_generated: int
     receipt: LegReceipt
+    num_cached: int = 0  # as in Parked; a decode worker says 0
     text: str = ""
     stop: str | int | None = None  # the stop string or stop token id that ended it
 

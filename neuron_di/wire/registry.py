@@ -9,6 +9,8 @@
                       <-                LeaseRemaining    0: unknown, announce anew
     RevokeLease       ->
                       <-                LeaseRevoked
+    ListKeys          ->                                  further proxy processes, several a second
+                      <-                KeysListed
 
 Every request carries a number, `call`, which its answer repeats. A request that is refused is
 answered with RegistryRefused; so is a message that cannot be decoded, with `call` 0.
@@ -43,6 +45,15 @@ class RevokeLease(msgspec.Struct, frozen=True, kw_only=True, tag="revoke_lease")
     lease: int
 
 
+class ListKeys(msgspec.Struct, frozen=True, kw_only=True, tag="list_keys"):
+    """Ask for the keys behind `after`. `seen` is the version that the asker has all of."""
+
+    call: int
+    prefix: str
+    after: str = ""
+    seen: str = ""
+
+
 class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="lease_granted"):
     call: int
     lease: int
@@ -61,13 +72,27 @@ class LeaseRevoked(msgspec.Struct, frozen=True, kw_only=True, tag="lease_revoked
     call: int
 
 
+class KeysListed(msgspec.Struct, frozen=True, kw_only=True, tag="keys_listed"):
+    """A page of keys, in order. `version` names all there is at one moment of one registry.
+
+    Without `values` it is the version that was seen. `is_last`: no key comes behind this page.
+    """
+
+    call: int
+    version: str
+    values: dict[str, bytes] | None
+    is_last: bool
+
+
 class RegistryRefused(msgspec.Struct, frozen=True, kw_only=True, tag="registry_refused"):
     call: int
     reason: str
 
 
-RegistryCall = GrantLease | PutKey | KeepLeaseAlive | RevokeLease
-RegistryAnswer = LeaseGranted | KeyPut | LeaseRemaining | LeaseRevoked | RegistryRefused
+RegistryCall = GrantLease | PutKey | KeepLeaseAlive | RevokeLease | ListKeys
+RegistryAnswer = (
+    LeaseGranted | KeyPut | LeaseRemaining | LeaseRevoked | KeysListed | RegistryRefused
+)
 
 registry_call_decoder: Decoder[RegistryCall] = Decoder(
     RegistryCall, bytes_max=REGISTRY_BYTES_MAX, as_json=False

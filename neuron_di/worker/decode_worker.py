@@ -16,7 +16,7 @@ from neuron_di.errors import (
 )
 from neuron_di.kv import KvLayout
 from neuron_di.obs.sync_point import reach
-from neuron_di.request import Request, check_sampling, resolve_max_tokens
+from neuron_di.request import Request, TokenRules, check_sampling, resolve_max_tokens
 from neuron_di.transfer import NeuronConnector, RecvBuffer, TransferToken
 from neuron_di.types import BlockId
 from neuron_di.wire import DecodeLeg, LegEvent, Ready
@@ -66,10 +66,11 @@ class DecodeWorker:
             reach("queued")
             buffer = self._connector.maybe_setup_buffer(leg.prefill)
             with queue.interruptible():
+                rules = await self._prompts.rules_of(leg.sampling)  # while prefill computes
                 ready = await buffer.lookup(*key, queue.deadline, self._on_lost)
             incoming = self._incoming[key] = _Incoming(buffer, ready)
             try:
-                self.engine.submit(self._request(leg, ready))
+                self.engine.submit(self._request(leg, ready, rules))
                 while True:
                     event = await queue.get()
                     if isinstance(event, Emitted):
@@ -114,7 +115,7 @@ class DecodeWorker:
         """The KV that a leg waits for will not arrive."""
         self._legs.dispatch([Broken(key, error)])
 
-    def _request(self, leg: DecodeLeg, ready: Ready) -> Request:
+    def _request(self, leg: DecodeLeg, ready: Ready, rules: TokenRules | None) -> Request:
         """Check the peer's word, then take over where prefill stopped: its tokens are given."""
         check_sampling(leg.sampling, self._num_vocab)
         num_prompt, num_given = len(ready.prompt_ids), len(ready.generated)
@@ -137,6 +138,7 @@ class DecodeWorker:
             output=self._prompts.output_text(leg.sampling),
             given=ready.generated,
             num_prefilled=ready.num_tokens,
+            rules=rules,
         )
 
     def _finished(self, event: Ended, incoming: _Incoming) -> LegEvent:

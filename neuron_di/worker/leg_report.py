@@ -36,6 +36,7 @@ class LegReport:
             num_generated=event.num_generated,
             text=event.text,
             stop=event.stop,
+            num_cached=event.num_cached,
             receipt=LegReceipt(
                 worker_id=self._worker_id,
                 role=self._role,

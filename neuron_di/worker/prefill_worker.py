@@ -94,7 +94,8 @@ class PrefillWorker:
                 verify_s = now_s() - start_s
                 reach("parked")
                 self._send_buffer.park(ready)
-                yield Parked(num_prompt=event.request.num_prompt)
+                request = event.request
+                yield Parked(num_prompt=request.num_prompt, num_cached=request.num_cached)
             elif isinstance(event, HandedOver):
                 assert parked is not None
                 yield self._report.released(

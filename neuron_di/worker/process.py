@@ -7,14 +7,13 @@ import signal
 from collections.abc import AsyncIterator
 
 import uvloop
-from aiohttp import web
 
 from neuron_di.config import HandOverOptions, WorkerOptions
 from neuron_di.errors import ConfigError, LocalProtocolError
 from neuron_di.obs import LaunchReport, get_logger, say
 from neuron_di.registry import Announcer, RegistryClient
 from neuron_di.worker.model import LoadedModel, load_model
-from neuron_di.worker.server import make_app
+from neuron_di.worker.server import listening
 from neuron_di.worker.worker import Worker
 
 _log = get_logger(__name__)
@@ -65,7 +64,7 @@ async def _serve(options: WorkerOptions, model: LoadedModel) -> None:
         loop.add_signal_handler(number, stop.set)
     worker = Worker(options, model)
     try:
-        async with _http_server(worker, options), _announced(worker, options) as announcer:
+        async with _served(worker, options), _announced(worker, options) as announcer:
             url = worker.record().url()
             _log.info("ready", worker=worker.worker_id, url=url)
             if options.parent_pid is not None:
@@ -90,27 +89,11 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _http_server(worker: Worker, options: WorkerOptions) -> AsyncIterator[None]:
-    runner = web.AppRunner(
-        make_app(worker),
-        handler_cancellation=True,  # a closed connection cancels its leg
-        access_log=None,
-        shutdown_timeout=1.0,
-    )
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, options.host, options.port, backlog=1024)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {options.host}:{options.port}: {error.strerror}"
-            ) from None
-        worker.api_port = runner.addresses[0][1]
+async def _served(worker: Worker, options: WorkerOptions) -> AsyncIterator[None]:
+    async with listening(worker, options.host, options.port) as port:
+        worker.api_port = port
         worker.set_state("ready")
         yield
-    finally:
-        await runner.cleanup()
 
 
 @contextlib.asynccontextmanager

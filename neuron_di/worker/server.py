@@ -1,47 +1,51 @@
-"""The worker's HTTP front: one POST per leg, answered as JSON lines while the leg runs.
-
-A connection that closes cancels its handler, and with it the leg: that is how the proxy, or
-the client behind it, takes a request back.
+"""The worker's port: legs over leg links, and HTTP for whoever asks how it is.
 
 Next: neuron_di/worker/prefill_worker.py, neuron_di/worker/decode_worker.py
 """
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from typing import Any
 
 from aiohttp import web
 
-from neuron_di.errors import CapacityError, LocalProtocolError, NeuronDiError
+from neuron_di.errors import (
+    CapacityError,
+    ConfigError,
+    LocalProtocolError,
+    NeuronDiError,
+    WorkerFailed,
+)
 from neuron_di.obs import get_logger
 from neuron_di.wire import (
     Decoder,
+    Failed,
+    Finished,
     LegEvent,
+    Released,
     WorkerStatus,
     decode_leg_decoder,
     encode_json,
     prefill_leg_decoder,
 )
 from neuron_di.wire.codec import LEG_BYTES_MAX
+from neuron_di.wire.leg_link import LegKind
+from neuron_di.worker.leg_link_server import End, LegLinkServer, Say
 from neuron_di.worker.leg_report import failed
+from neuron_di.worker.tokenize_api import add_tokenize_routes
 from neuron_di.worker.worker import Worker
 
 _log = get_logger(__name__)
 
-ALIVE_INTERVAL_S = 1.0
-# A proxy that reads or acknowledges nothing for so long is gone. It may have a client that does
-# not read, which it ends by itself before this.
-ORPHAN_TIMEOUT_S = 45.0
+BACKLOG = 1024
 
-LegT = TypeVar("LegT")
-RunLeg = Callable[[LegT], AsyncGenerator[LegEvent, None]]
+# Answers one kind of leg, given what the proxy said of it.
+Run = Callable[[Any], AsyncGenerator[LegEvent, None]]
 
 
 def make_app(worker: Worker) -> web.Application:
-    """The worker's routes: those legs its role answers, and its status."""
+    """The worker's HTTP routes."""
     app = web.Application(client_max_size=LEG_BYTES_MAX)
 
     async def status(_: web.Request) -> web.Response:
@@ -49,86 +53,91 @@ def make_app(worker: Worker) -> web.Application:
         return web.Response(body=encode_json(body), content_type="application/json")
 
     app.router.add_get("/status", status)
-    if worker.prefill is not None:
-        app.router.add_post(
-            "/legs/prefill", _leg_handler(worker, prefill_leg_decoder, worker.prefill.run)
-        )
-    if worker.decode is not None:
-        app.router.add_post(
-            "/legs/decode", _leg_handler(worker, decode_leg_decoder, worker.decode.run)
-        )
-    if worker.combined is not None:
-        app.router.add_post(
-            "/legs/whole", _leg_handler(worker, prefill_leg_decoder, worker.combined.run)
-        )
+    add_tokenize_routes(app, worker.prompts)
     return app
 
 
-def _leg_handler(
-    worker: Worker, decoder: Decoder[LegT], run: RunLeg[LegT]
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+def runs_of(worker: Worker) -> dict[LegKind, tuple[Decoder[Any], Run]]:
+    """Those legs its role answers: how each is read, and what answers it."""
+    runs: dict[LegKind, tuple[Decoder[Any], Run]] = {}
+    if worker.prefill is not None:
+        runs["prefill"] = (prefill_leg_decoder, worker.prefill.run)
+    if worker.decode is not None:
+        runs["decode"] = (decode_leg_decoder, worker.decode.run)
+    if worker.combined is not None:
+        runs["whole"] = (prefill_leg_decoder, worker.combined.run)
+    return runs
+
+
+class LegAnswers:
+    """Answers legs, each in a task of its own. `open` is what a LegLinkServer is made with."""
+
+    def __init__(
+        self,
+        runs: dict[LegKind, tuple[Decoder[Any], Run]],
+        is_draining: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._runs = runs
+        self._is_draining = is_draining
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, kind: LegKind, document: bytes, say: Say) -> End:
+        """Begin a leg. Its last event is terminal, also when it crashes."""
+        task = asyncio.create_task(self._answer(kind, document, say))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task.cancel
+
+    async def ended(self) -> None:
+        """Wait until every leg that was cancelled has let go of what it held."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _answer(self, kind: LegKind, document: bytes, say: Say) -> None:
+        event: LegEvent | None = None
         try:
-            if worker.is_draining:
+            if self._is_draining():
                 raise CapacityError("this worker is draining")
-            leg = decoder.decode(await request.read())
-            _limit_silence(request)
-            await answer.prepare(request)
-            async with _kept_alive(answer), aclosing(run(leg)) as events:
+            if kind not in self._runs:
+                raise WorkerFailed(f"this worker answers no {kind} legs")
+            decoder, run = self._runs[kind]
+            async with aclosing(run(decoder.decode(document))) as events:
                 async for event in events:
-                    await _write(answer, encode_json(event) + b"\n")
-        except ConnectionError:
-            return answer  # nobody is left to be told
+                    say(event)
+            if not isinstance(event, Finished | Released | Failed):
+                raise LocalProtocolError("the leg ended without its last event")
         except NeuronDiError as error:
-            await _fail(request, answer, error)
+            _log.info("leg_failed", kind=kind, code=error.code)
+            say(failed(error))
         except Exception:
-            _log.exception("leg_crashed", path=request.path)
-            await _fail(request, answer, LocalProtocolError("internal error"))
-        with contextlib.suppress(ConnectionError):
-            await answer.write_eof()
-        return answer
-
-    return handle
-
-
-def _limit_silence(request: web.Request) -> None:
-    """Let the kernel end a connection whose other host vanished without a word."""
-    if request.transport is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-        timeout_ms = round(ORPHAN_TIMEOUT_S * 1000)
-        connection = request.transport.get_extra_info("socket")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+            _log.exception("leg_crashed", kind=kind)
+            say(failed(LocalProtocolError("internal error")))
 
 
 @asynccontextmanager
-async def _kept_alive(answer: web.StreamResponse) -> AsyncIterator[None]:
-    """Write an empty line now and then: a request that queues is not a worker that died."""
+async def listening(worker: Worker, host: str, port: int) -> AsyncIterator[int]:
+    """Serve the worker at an address; gives the port, of which 0 takes any free one.
 
-    async def beat() -> None:
-        while True:
-            await asyncio.sleep(ALIVE_INTERVAL_S)
-            await answer.write(b"\n")
-
-    beating = asyncio.create_task(beat())
+    Raises ConfigError when the address cannot be had. Legs that still run at the end are ended.
+    """
+    # A closed connection cancels what it asked for.
+    runner = web.AppRunner(
+        make_app(worker), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
+    await runner.setup()
+    answers = LegAnswers(runs_of(worker), lambda: worker.is_draining)
+    assert runner.server is not None, "it is set up"
+    links = LegLinkServer(answers.open, runner.server)
     try:
-        yield
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(links, host, port, backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        try:
+            yield server.sockets[0].getsockname()[1]
+        finally:
+            server.close()
+            links.close()
+            await answers.ended()
     finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
-
-
-async def _write(answer: web.StreamResponse, line: bytes) -> None:
-    """Write, or give the leg up: ConnectionError when the proxy leaves a full connection unread."""
-    try:
-        async with asyncio.timeout(ORPHAN_TIMEOUT_S):
-            await answer.write(line)
-    except TimeoutError:
-        raise ConnectionResetError("the proxy does not read") from None
-
-
-async def _fail(request: web.Request, answer: web.StreamResponse, error: NeuronDiError) -> None:
-    _log.info("leg_failed", path=request.path, code=error.code)
-    with contextlib.suppress(ConnectionError):
-        if not answer.prepared:
-            await answer.prepare(request)
-        await answer.write(encode_json(failed(error)) + b"\n")
+        await runner.cleanup()

@@ -18,6 +18,7 @@ from neuron_di.engine import Engine, EngineEvent, StartTransfer
 from neuron_di.errors import ConfigError
 from neuron_di.kv import KvPool
 from neuron_di.obs import get_logger
+from neuron_di.request import template_traits
 from neuron_di.transfer import (
     ConnectorOptions,
     HandOverCounters,
@@ -69,18 +70,22 @@ class Worker:
         self._started_unix_s = unix_s()
         self.worker_id = WorkerId(options.worker_id or f"{options.role}-{model.incarnation[:8]}")
         self.api_port = options.port
-        limits = options.engine
-        batch = limits.prefill_batch if options.role == "prefill" else limits.decode_batch
-        self.legs = LiveLegs(limits.waiting_max + batch, options.hand_over.remembered_max)
+        self.legs = LiveLegs(
+            options.engine.waiting_max + self._slots(), options.hand_over.remembered_max
+        )
         self.prefill: PrefillWorker | None = None
         self.decode: DecodeWorker | None = None
         self.combined: CombinedWorker | None = None
         self._connector: NeuronConnector | None = None
         self._transfer: TransferEngine | None = None
         self._layout_digest = model.backend.layout.digest()
+        self._traits = template_traits(model.tokenizer.chat_template_source)
         self._block_pool = BlockPool(model.backend.pool.num_blocks)
-        self._prompts = PromptReader(
-            model.tokenizer, num_vocab=model.backend.num_vocab, context_tokens=model.context_tokens
+        self.prompts = PromptReader(
+            model.tokenizer,
+            num_vocab=model.backend.num_vocab,
+            context_tokens=model.context_tokens,
+            eos_token_ids=model.eos_token_ids,
         )
         self._scheduler, self._engine = self._assemble()
         self._parts.start_engine(self._engine)
@@ -116,7 +121,15 @@ class Worker:
             started_unix_s=self._started_unix_s,
             numerics=self._numerics(),
             connections=self._connector.connections() if self._connector is not None else [],
+            slots=self._slots(),
+            num_vocab=self._model.backend.num_vocab,
+            tool_format=self._traits.tool_format,
+            reasoning=self._traits.reasoning,
         )
+
+    def _slots(self) -> int:
+        limits = self._options.engine
+        return limits.prefill_batch if self._options.role == "prefill" else limits.decode_batch
 
     def _numerics(self) -> str | None:
         of_backend = self._model.backend.numerics
@@ -181,7 +194,7 @@ class Worker:
             )
             engine = self._engine_for(combined)
             report = LegReport(self.worker_id, "both", "")
-            self.combined = CombinedWorker(engine, self._prompts, self.legs, report)
+            self.combined = CombinedWorker(engine, self.prompts, self.legs, report)
             return combined, engine
         self._transfer = self._parts.make_transfer(self._model.backend.pool)
         local = self._local()
@@ -198,7 +211,7 @@ class Worker:
             engine = self._engine_for(prefill)
             pool = self._model.backend.pool
             self.prefill = PrefillWorker(
-                local, engine, self._connector, pool, self._prompts, self.legs, report
+                local, engine, self._connector, pool, self.prompts, self.legs, report
             )
             return prefill, engine
         decode = DecodeScheduler(
@@ -211,7 +224,7 @@ class Worker:
             lambda start_transfer: self._engine_for(decode, start_transfer),
             self._connector,
             self._model.backend.layout,
-            self._prompts,
+            self.prompts,
             self.legs,
             report,
             num_vocab=self._model.backend.num_vocab,

@@ -1,75 +1,82 @@
-"""Turns the events of a running answer into the bytes of its HTTP response."""
+"""Turns what comes of an answer's choices into the bytes of its HTTP response, as it comes."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 
-from neuron_di.errors import NeuronDiError
-from neuron_di.obs import get_logger
 from neuron_di.wire import Finished, Token
-from neuron_di_proxy.choices import Events
-from neuron_di_proxy.failure import error_body, failure_of
 from neuron_di_proxy.openai_response import DONE, Answer
 from neuron_di_proxy.receipts import Continued, RequestRecord
+from neuron_di_proxy.reply import Headers, Reply
 
-_log = get_logger(__name__)
+# What head the response has, once the workers are known: called at the first token or the end.
+MakeHeaders = Callable[[], Headers]
 
 
-class Answering:
-    """Reads the events of all choices and writes their answer, whole or as a stream.
+class StreamedAnswer:
+    """Writes each token the moment it comes. `records` are the choices' own, by index."""
 
-    `records` are the choices' own, by index. A choice that fails fails the answer.
-    """
-
-    def __init__(self, events: Events, answer: Answer, records: Sequence[RequestRecord]) -> None:
-        self._events = events
+    def __init__(
+        self,
+        answer: Answer,
+        records: Sequence[RequestRecord],
+        reply: Reply,
+        make_headers: MakeHeaders,
+    ) -> None:
         self._answer = answer
         self._records = records
+        self._reply = reply
+        self._make_headers = make_headers
         self._finished: dict[int, Finished] = {}  # by choice
 
-    async def whole(self) -> bytes:
-        """The answer as one JSON document. Raises what kept the request from its end."""
-        tokens: list[list[Token]] = [[] for _ in self._records]
-        while not self._is_complete():
-            index, event = await self._events.next()
-            if isinstance(event, Finished):
-                self._finished[index] = event
-            else:
-                tokens[index].append(event)
-        choices = [(given, self._finished[index]) for index, given in enumerate(tokens)]
-        return self._answer.whole(choices, continued_of(self._records))
+    def token(self, index: int, token: Token) -> None:
+        reply = self._reply
+        if not reply.has_begun:
+            reply.begin(200, self._make_headers(), length=None)
+        chunk = self._answer.chunk(token, index)
+        if chunk:
+            reply.write(chunk)
 
-    async def begin_stream(self) -> AsyncGenerator[bytes, None]:
-        """Wait for the first event and return the stream of SSE events that starts with it.
+    def finished(self, index: int, finished: Finished) -> None:
+        if not self._reply.has_begun:
+            self._reply.begin(200, self._make_headers(), length=None)
+        self._finished[index] = finished
+        last = self._answer.last_chunk(finished, self._records[index].continued(), index)
+        if len(self._finished) < len(self._records):
+            self._reply.write(last)
+            return
+        all_finished = [self._finished[each] for each in range(len(self._records))]
+        self._reply.write(last + self._answer.usage_chunk(all_finished) + DONE)
+        self._reply.end()
 
-        Raises what kept the request from its first event: the response can still be an error.
-        """
-        return self._stream(*await self._events.next())
 
-    async def _stream(self, index: int, event: Token | Finished) -> AsyncGenerator[bytes, None]:
-        try:
-            while True:
-                if isinstance(event, Finished):
-                    self._finished[index] = event
-                    last = self._answer.last_chunk(event, self._records[index].continued(), index)
-                    if self._is_complete():
-                        yield last + self._answer.usage_chunk(list(self._finished.values())) + DONE
-                        return
-                    yield last
-                else:
-                    yield self._answer.chunk(event, index)
-                index, event = await self._events.next()
-        except Exception as error:
-            if not isinstance(error, NeuronDiError):
-                _log.exception("internal_error", request=self._records[0].request_id)
-            # No DONE, and a choice without a finish reason: the client can tell that this is
-            # not the end.
-            yield b"data: %b\n\n" % error_body(failure_of(error))
+class WholeAnswer:
+    """Writes one JSON document when all choices have finished."""
 
-    async def close(self) -> None:
-        """Cancel what still runs. A request that is not over by now was given up by its client."""
-        await self._events.close()
+    def __init__(
+        self,
+        answer: Answer,
+        records: Sequence[RequestRecord],
+        reply: Reply,
+        make_headers: MakeHeaders,
+    ) -> None:
+        self._answer = answer
+        self._records = records
+        self._reply = reply
+        self._make_headers = make_headers
+        self._tokens: list[list[Token]] = [[] for _ in records]
+        self._finished: dict[int, Finished] = {}
 
-    def _is_complete(self) -> bool:
-        return len(self._finished) == len(self._records)
+    def token(self, index: int, token: Token) -> None:
+        self._tokens[index].append(token)
+
+    def finished(self, index: int, finished: Finished) -> None:
+        self._finished[index] = finished
+        if len(self._finished) < len(self._records):
+            return
+        choices = [(given, self._finished[each]) for each, given in enumerate(self._tokens)]
+        body = self._answer.whole(choices, continued_of(self._records))
+        self._reply.begin(200, self._make_headers(), length=len(body))
+        self._reply.write(body)
+        self._reply.end()
 
 
 def continued_of(records: Sequence[RequestRecord]) -> Continued | None:

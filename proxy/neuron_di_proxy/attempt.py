@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from neuron_di.clock import Deadline
 from neuron_di.types import RequestId
 from neuron_di.wire import LegReceipt, WorkerRecord
-from neuron_di_proxy.openai_request import ClientRequest
+from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.route import Pair, Route
 
 
@@ -19,13 +19,14 @@ class Attempt:
 
     request_id: RequestId
     number: int
-    request: ClientRequest
+    request: ChoiceRequest
     route: Route
     emitted: tuple[int, ...]
     deadline: Deadline  # of the request, all attempts together
     begun_with: int | None = None  # context_tokens of the attempt that this one continues
     num_tokens: int = 0  # that this attempt gave
     is_parked: bool = False  # prefill did its part
+    num_cached: int = 0  # of the prompt's tokens: the worker found their KV, as it said
     prefill: LegReceipt | None = None
     decode: LegReceipt | None = None
     code: str | None = None  # why it failed; None: it runs, ended well or was given up

@@ -7,8 +7,7 @@ While half open it admits one request at a time, until that request's first good
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal
 
 from neuron_di.clock import now_s
@@ -41,27 +40,16 @@ class Breaker:
         state = self.state()
         return state == "closed" or (state == "half_open" and self._num_trials == 0)
 
-    @contextmanager
-    def request(self) -> Iterator[Callable[[], None]]:
-        """A request is with the worker for as long as the block runs.
+    def request(self) -> "BreakerRequest":
+        """A request is with the worker for as long as a `with` block of this runs.
 
-        Call what is yielded at the request's first good event; further calls do nothing.
+        Call what it yields at the request's first good event; further calls do nothing.
         """
-        is_trial, is_good = self.state() == "half_open", False
-        self._num_trials += is_trial
+        return BreakerRequest(self)
 
-        def succeed() -> None:
-            nonlocal is_good
-            if not is_good:
-                is_good = True
-                self._num_trials -= is_trial
-                self.succeed()
-
-        try:
-            yield succeed
-        finally:
-            if not is_good:
-                self._num_trials -= is_trial
+    def count_trials(self, change: int) -> None:
+        """A request began, or ended, that finds out whether the worker is good again."""
+        self._num_trials += change
 
     def succeed(self) -> None:
         if self.state() == "half_open":
@@ -86,3 +74,28 @@ class Breaker:
         self._opened_s = now
         self._num_good = 0
         self._failed_s.clear()
+
+
+class BreakerRequest:
+    """One request to a worker. Made by `Breaker.request`."""
+
+    __slots__ = ("_breaker", "_is_good", "_is_trial")
+
+    def __init__(self, breaker: Breaker) -> None:
+        self._breaker = breaker
+        self._is_good = False
+
+    def __enter__(self) -> Callable[[], None]:
+        self._is_trial = self._breaker.state() == "half_open"
+        self._breaker.count_trials(self._is_trial)
+        return self._succeed
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_good:
+            self._breaker.count_trials(-self._is_trial)
+
+    def _succeed(self) -> None:
+        if not self._is_good:
+            self._is_good = True
+            self._breaker.count_trials(-self._is_trial)
+            self._breaker.succeed()

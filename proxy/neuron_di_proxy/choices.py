@@ -8,33 +8,38 @@ Next: proxy/neuron_di_proxy/answer.py
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
-from neuron_di.obs import get_logger
 from neuron_di.types import FinishReason, RequestId
 from neuron_di.wire import Finished, Token
+from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.failure import failure_of
-from neuron_di_proxy.launch import Generation
-from neuron_di_proxy.metrics import Metrics
-from neuron_di_proxy.receipts import ReceiptStore, RequestRecord
+from neuron_di_proxy.receipts import Receipt, RequestRecord
 
-_log = get_logger(__name__)
+Emit = Callable[[Token], None]
 
 
-class Events(Protocol):
-    """What comes of all choices: of each its tokens in order, and then its `Finished`."""
+class Runner(Protocol):
+    """What brings a choice to its end: `recovery.RequestRunner`."""
 
-    async def next(self) -> tuple[int, Token | Finished]:
-        """Wait for the next event, and say of which choice. Not called when all have finished.
+    def run(
+        self, request: ChoiceRequest, record: RequestRecord, emit: Emit
+    ) -> Coroutine[Any, Any, Finished]: ...
 
-        Raises what kept a choice from its end; after that only `close` may follow.
-        """
-        ...
 
-    async def close(self) -> None:
-        """Cancel what still runs. A choice that is not over by now was given up."""
-        ...
+class ChoiceSink(Protocol):
+    """Takes what comes of all choices: of each its tokens in order, then its end. Never waits."""
+
+    def token(self, index: int, token: Token) -> None: ...
+
+    def finished(self, index: int, finished: Finished) -> None: ...
+
+
+class EndOfChoice(Protocol):
+    """Takes a choice's receipt, and why it failed. Called once, before anybody sees its end."""
+
+    def __call__(self, receipt: Receipt, code: str | None) -> None: ...
 
 
 def choice_id(answer_id: RequestId, index: int) -> RequestId:
@@ -42,121 +47,70 @@ def choice_id(answer_id: RequestId, index: int) -> RequestId:
     return answer_id if index == 0 else RequestId(f"{answer_id}-{index}")
 
 
-def events_of(choices: Sequence["Choice"]) -> Events:
-    """The events of `choices`, which are numbered 0, 1, 2, ..., in the order they come in.
-
-    One choice costs nothing more: it is read by whoever asks. Several are read by tasks.
-    """
-    return choices[0] if len(choices) == 1 else _Merged(choices)
-
-
 class Choice:
-    """One choice while it runs. The only place where its end is counted.
-
-    The receipt is stored before anybody can see the end of the choice, so that whoever has
-    the answer can ask for its receipt.
-    """
+    """One choice while it runs. The only place where its end is counted."""
 
     def __init__(
         self,
         index: int,
-        generation: Generation,
+        request: ChoiceRequest,
         record: RequestRecord,
-        store: ReceiptStore,
-        metrics: Metrics,
+        sink: ChoiceSink,
+        on_end: EndOfChoice,
+        count_gap: Callable[[float], None],
     ) -> None:
         self._index = index
-        self._generation = generation
+        self._request = request
         self._record = record
-        self._store = store
-        self._metrics = metrics
-        self._last_token_s: float | None = None
+        self._sink = sink
+        self._on_end = on_end
+        self._count_gap = count_gap
+        self._before_s = 0.0  # when the last token came; 0: none did
         self._is_over = False
 
-    async def next(self) -> tuple[int, Token | Finished]:
+    async def run(self, runner: Runner) -> None:
+        """Run to the end. Raises what kept the choice from it; cancelling gives the choice up."""
         try:
-            event = await anext(self._generation)
+            finished = await runner.run(self._request, self._record, self._emit)
+            self._end(finished.reason, None)
         except Exception as error:
             self._end("error", failure_of(error).code)
             raise
-        if isinstance(event, Finished):
-            self._end(event.reason, None)
-        else:
-            now, before = self._record.last_token_s, self._last_token_s
-            self._last_token_s = now
-            if before is not None:
-                self._metrics.count_gap(now - before)
-        return self._index, event
-
-    async def close(self) -> None:
-        try:
-            await self._generation.aclose()
         finally:
-            if not self._is_over:
-                self._end("cancelled", None)
+            self.close()
+        self._sink.finished(self._index, finished)
+
+    def close(self) -> None:
+        """Count a choice that was given up, also before it could run."""
+        self._end("cancelled", None)
 
     def _end(self, reason: FinishReason, code: str | None) -> None:
-        self._is_over = True
-        receipt = self._record.seal(reason)
-        self._store.add(receipt)
-        self._metrics.count(receipt, code)
-        _log.info(
-            "request_end",
-            request=self._record.request_id,
-            prefill=receipt.prefill_worker,
-            decode=receipt.decode_worker,
-            attempts=len(receipt.attempts),
-            continued=receipt.continued,
-            tokens=len(self._record.emitted),
-            reason=reason,
-            code=code,
-        )
+        if not self._is_over:
+            self._is_over = True
+            self._on_end(self._record.seal(reason), code)
+
+    def _emit(self, token: Token) -> None:
+        now_s = self._record.last_token_s
+        if self._before_s:
+            self._count_gap(now_s - self._before_s)
+        self._before_s = now_s
+        self._sink.token(self._index, token)
 
 
-class _Merged:
-    """Several choices at once, each read by a task of its own from the first `next` on.
-
-    Few events wait to be taken, as many as there are choices: a client that reads slowly slows
-    its workers down, as it does with one choice.
-    """
-
-    def __init__(self, choices: Sequence[Choice]) -> None:
-        self._choices = choices
-        self._readers: list[asyncio.Task[None]] = []
-        self._arrived: asyncio.Queue[tuple[int, Token | Finished] | Exception] = asyncio.Queue()
-        self._room = asyncio.Semaphore(len(choices))  # for events; a failure needs none
-
-    async def next(self) -> tuple[int, Token | Finished]:
-        if not self._readers:
-            self._readers = [asyncio.create_task(self._read(each)) for each in self._choices]
-        arrived = await self._arrived.get()
-        if isinstance(arrived, Exception):
-            await self.close()  # so that every choice has its receipt before the client knows
-            raise arrived
-        self._room.release()
-        return arrived
-
-    async def close(self) -> None:
-        self._cancel_readers()
-        if self._readers:
-            await asyncio.wait(self._readers)
-        for choice in self._choices:  # also those whose reader never ran
-            await choice.close()
-
-    async def _read(self, choice: Choice) -> None:
-        try:
-            event: Token | Finished | None = None
-            while not isinstance(event, Finished):
-                index, event = await choice.next()
-                await self._room.acquire()
-                self._arrived.put_nowait((index, event))
-        except Exception as error:
-            self._arrived.put_nowait(error)
-            self._cancel_readers()  # now: the client may be slow to take what is there
-        finally:
-            await choice.close()
-
-    def _cancel_readers(self) -> None:
-        for reader in self._readers:
-            if reader is not asyncio.current_task() and not reader.cancelling():
-                reader.cancel()
+async def run_choices(choices: Sequence[Choice], runner: Runner) -> None:
+    """Run all at once. Raises the first failure, when all others were given up and have ended."""
+    if len(choices) == 1:
+        await choices[0].run(runner)
+        return
+    tasks = [asyncio.create_task(choice.run(runner)) for choice in choices]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for choice in choices:
+            choice.close()
+    for task in tasks:
+        if task in done and not task.cancelled() and (error := task.exception()) is not None:
+            raise error

@@ -1,11 +1,25 @@
 """Failures as clients see them: the HTTP status and OpenAI's error body."""
 
+import re
+from math import ceil
+
 import msgspec
 
 from neuron_di.errors import LocalProtocolError, NeuronDiError, PeerError
 from neuron_di.wire import Failed
 
-RETRY_AFTER_S = 1
+RETRY_AFTER_S = 1  # where nothing is known of when
+
+# What clients are not to learn from a failure of ours or of a worker: where things are.
+_PLACES = re.compile(
+    r"""[a-z]+://[^\s'",;)]+                       # tcp://10.0.0.7:9000
+      | \[[0-9a-f:.]*:[0-9a-f:.]*\](?::\d+)?      # [fd00::7]:9000
+      | \b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?     # 10.0.0.7:9000
+      | \b[a-z][\w-]*(?:\.[\w-]+)*:\d{2,5}\b     # worker.internal:9000
+      | (?<![\w.:/])/(?:[\w.@+-]+/)*[\w.@+-]+     # a path
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
 
 
 class LegFailed(PeerError):
@@ -51,6 +65,27 @@ class _ErrorBody(msgspec.Struct):
 
 
 def error_body(failed: Failed) -> bytes:
-    """OpenAI's error document. All four keys are always there."""
-    kind = "invalid_request_error" if failed.http_status < 500 else "server_error"
-    return msgspec.json.encode(_ErrorBody(_Error(failed.message, kind, failed.param, failed.code)))
+    """OpenAI's error document. All four keys are always there.
+
+    A 5xx says what failed, never where it is: no address and no path.
+    """
+    message = failed.message
+    if failed.http_status >= 500:
+        message = _PLACES.sub("(hidden)", message)
+    kind = _type_of(failed.http_status)
+    return msgspec.json.encode(_ErrorBody(_Error(message, kind, failed.param, failed.code)))
+
+
+def retry_after_of(error: Exception | Failed) -> int | None:
+    """The Retry-After header in whole seconds; None: coming back would not help."""
+    failed = error if isinstance(error, Failed) else failure_of(error)
+    if failed.http_status not in (429, 503):
+        return None
+    wait_s = error.retry_after_s if isinstance(error, NeuronDiError) else None
+    return RETRY_AFTER_S if wait_s is None else max(1, ceil(wait_s))
+
+
+def _type_of(http_status: int) -> str:
+    if http_status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if http_status < 500 else "server_error"

@@ -14,8 +14,7 @@ long as legs are open there.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
@@ -62,7 +61,7 @@ class _Watch:
     good_s: float = field(default_factory=now_s)  # its last good answer, or when it was first seen
     status: WorkerStatus | None = None
     breaker: Breaker = field(default_factory=Breaker)
-    legs: dict[int, OnLoss] = field(default_factory=dict)
+    legs: dict["Watching", OnLoss] = field(default_factory=dict)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     loss: PeerError | None = None  # while frozen or down
@@ -86,7 +85,6 @@ class Health:
         self._directory = directory
         self._limits = limits
         self._watches: dict[Process, _Watch] = {}
-        self._num_legs = 0
         self._task: asyncio.Task[None] | None = None  # while entered
         self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
 
@@ -129,26 +127,14 @@ class Health:
             reports.append(HealthReport(record, state, watch.why_not(), watch.status))
         return reports
 
-    @contextmanager
-    def watching(self, record: WorkerRecord, on_loss: OnLoss) -> Iterator[Praise]:
-        """Watch a process for a leg, for as long as the block runs.
+    def watching(self, record: WorkerRecord, on_loss: OnLoss) -> "Watching":
+        """Watch a process for a leg, for as long as a `with` block of this runs.
 
         `on_loss` is called once, when the process is found to be gone or frozen, perhaps at once.
         What is yielded is to be called when the process did what it was asked for: calls after
         the first do nothing. A breaker's trial ends there, however long the leg goes on.
         """
-        watch = self._watch_of(record)
-        self._num_legs += 1
-        number = self._num_legs
-        if watch.loss is not None:
-            on_loss(watch.loss)
-            on_loss = _ignore
-        watch.legs[number] = on_loss
-        with watch.breaker.request() as praise:
-            try:
-                yield praise
-            finally:
-                watch.legs.pop(number, None)
+        return Watching(self._watch_of(record), on_loss)
 
     def blame(self, record: WorkerRecord, error: NeuronDiError, *, is_certain: bool = True) -> None:
         """A request failed, and this process is at fault. It may be asked at once if it lives.
@@ -288,6 +274,29 @@ class Health:
         watch.state, watch.reason = state, reason
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class Watching:
+    """A leg at a process under observation. Made by `Health.watching`."""
+
+    __slots__ = ("_on_loss", "_request", "_watch")
+
+    def __init__(self, watch: _Watch, on_loss: OnLoss) -> None:
+        self._watch = watch
+        self._on_loss = on_loss
+        self._request = watch.breaker.request()
+
+    def __enter__(self) -> Praise:
+        watch = self._watch
+        is_lost = watch.loss is not None
+        watch.legs[self] = _ignore if is_lost else self._on_loss
+        if watch.loss is not None:
+            self._on_loss(watch.loss)
+        return self._request.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.legs.pop(self, None)
+        self._request.__exit__()
 
 
 def _forgive(watch: _Watch, late_s: float) -> None:

@@ -1,72 +1,154 @@
-"""What the legs of one attempt say, in the order it arrives."""
+"""What the legs of one attempt say, in the order in which it can be dealt with.
 
-import asyncio
+Legs push: whatever they say is dealt with before they go on, on the event loop. Two things
+differ from that. A leg may be told to *pause* until its partner has spoken: what it says
+meanwhile is kept. And one leg's tokens may be *relayed*: they take a short way of their own.
+"""
+
+from collections import deque
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from neuron_di.errors import NeuronDiError
-from neuron_di.wire import Finished, Released
-from neuron_di_proxy.workers import Leg, Progress
+from neuron_di.errors import RemoteProtocolError
+from neuron_di.wire import Finished, Released, Token
+from neuron_di_proxy.workers import Hear, Said
 
-UNREAD_MAX = 16  # events; then legs are not read, and workers feel it
+# Tokens that are kept of a leg that pauses. What says more floods us.
+KEPT_MAX = 4096
+TEXT_PER_TOKEN = 64  # characters; more text counts as more tokens
 
 Side = Literal["prefill", "decode", "whole"]
+OnToken = Callable[[Token], None]
 
 
 class Heard(NamedTuple):
     """One event of a leg, or what ended the leg instead of one."""
 
     side: Side
-    said: Progress | Exception
+    said: Said
 
 
 class Inbox:
-    """Reads each leg in a task of its own, until the leg ends or `close`."""
+    """Hears the legs of one attempt until `close`, and has `deal` deal with each event.
 
-    def __init__(self) -> None:
-        self._unread: asyncio.Queue[Heard] = asyncio.Queue(UNREAD_MAX)
-        self._readers: dict[Side, asyncio.Task[None]] = {}
-        self._others: list[asyncio.Task[None]] = []
-        self._resumed = asyncio.Event()
+    `deal` is called for one event after the other, never from within itself. It does not raise.
+    """
 
-    def read(self, side: Side, leg: Leg, *, pause: bool = False) -> None:
-        """Open a leg and read it. With `pause`, only its first event until `resume`."""
-        self._readers[side] = asyncio.create_task(self._read(side, leg, pause=pause))
+    def __init__(self, deal: Callable[[Heard], None]) -> None:
+        self._deal = deal
+        self._due: deque[Heard] = deque()
+        self._is_dealing = False
+        self._is_closed = False
+        self._ears: dict[Side, _Ear] = {}
+
+    def listen(self, side: Side, *, pause: bool = False) -> Hear:
+        """What a leg is to be opened with. With `pause`, only its first event until `resume`."""
+        ear = _Ear(self, side, pauses=pause)
+        if self._is_closed:
+            ear.end()
+        else:
+            self._ears[side] = ear
+        return ear.hear
+
+    def is_over(self, side: Side) -> bool:
+        """True when nothing more will be heard of this side."""
+        ear = self._ears.get(side)
+        return ear is None or ear.is_over
 
     def resume(self) -> None:
-        """Read on where a leg was to pause."""
-        self._resumed.set()
+        """Go on where a leg was to pause."""
+        for ear in self._ears.values():
+            ear.pauses = ear.is_paused = False
+            if ear.kept:
+                self._due.extend(ear.kept)
+                ear.kept.clear()
+        self._deal_with_all()
 
-    def lose(self, side: Side, error: NeuronDiError) -> None:
-        """End a leg that may never say anything again, as if it had ended with `error`."""
-        if self._readers[side].done():
-            return
-        self._readers[side].cancel()
-        self._others.append(asyncio.create_task(self._unread.put(Heard(side, error))))
+    def relay(self, side: Side | None, on_token: OnToken) -> None:
+        """From now on give this side's tokens to `on_token` as they come; no other side's.
 
-    async def next(self, wait_s: float) -> Heard:
-        """The next event of any leg. Raises TimeoutError when none comes within `wait_s`."""
-        try:
-            return self._unread.get_nowait()
-        except asyncio.QueueEmpty:
-            async with asyncio.timeout(wait_s):
-                return await self._unread.get()
+        An exception of `on_token` ends the side, as if its leg had ended with it.
+        """
+        for ear in self._ears.values():
+            is_meant = ear.side == side and not ear.is_over and not ear.is_paused
+            ear.relay = on_token if is_meant else None
 
-    async def close(self) -> None:
-        """Stop reading. Every task is cancelled before this waits for any."""
-        tasks = [*self._readers.values(), *self._others]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def lose(self, side: Side, error: Exception) -> None:
+        """End a leg that may never say anything again, as if it had ended with `error`.
 
-    async def _read(self, side: Side, leg: Leg, *, pause: bool) -> None:
-        said: Progress | Exception
-        while True:
-            try:
-                said = await leg.next()
-            except Exception as error:
-                said = error
-            await self._unread.put(Heard(side, said))
-            if isinstance(said, Exception | Finished | Released):
+        What was kept of it is forgotten.
+        """
+        ear = self._ears.get(side)
+        if ear is not None and not ear.is_over:
+            ear.end()
+            self._due.append(Heard(side, error))
+            self._deal_with_all()
+
+    def put(self, ear: "_Ear", said: Said) -> None:
+        """Deal with what an ear heard, or keep it."""
+        if ear.is_paused:
+            ear.weight += 1 + (len(said.text) // TEXT_PER_TOKEN if isinstance(said, Token) else 0)
+            if ear.weight > KEPT_MAX:
+                self.lose(ear.side, RemoteProtocolError("a worker says more than can be kept"))
                 return
-            if pause:
-                await self._resumed.wait()
+            ear.kept.append(Heard(ear.side, said))
+        else:
+            ear.is_paused = ear.pauses
+            self._due.append(Heard(ear.side, said))
+        if isinstance(said, Exception | Finished | Released):
+            ear.is_over = True
+            ear.relay = None
+        self._deal_with_all()
+
+    def close(self) -> None:
+        """Hear nothing more. Nothing refers to anything then: no garbage is left to find."""
+        self._is_closed = True
+        for ear in self._ears.values():
+            ear.end()
+        self._ears.clear()
+        self._due.clear()
+        self._deal = _ignore
+
+    def _deal_with_all(self) -> None:
+        if self._is_dealing:  # who called this is in the midst of it
+            return
+        self._is_dealing = True
+        while self._due:
+            self._deal(self._due.popleft())
+        self._is_dealing = False
+
+
+class _Ear:
+    """One side of an inbox."""
+
+    __slots__ = ("inbox", "is_over", "is_paused", "kept", "pauses", "relay", "side", "weight")
+
+    def __init__(self, inbox: Inbox, side: Side, *, pauses: bool) -> None:
+        self.inbox = inbox
+        self.side: Side = side
+        self.pauses = pauses  # after its first event
+        self.is_paused = False
+        self.kept: list[Heard] = []  # while paused
+        self.weight = 0  # of all that was ever kept
+        self.relay: OnToken | None = None
+        self.is_over = False
+
+    def hear(self, said: Said) -> None:
+        relay = self.relay
+        if relay is not None and type(said) is Token:
+            try:
+                relay(said)
+            except Exception as error:
+                self.inbox.lose(self.side, error)
+        elif not self.is_over:
+            self.inbox.put(self, said)
+
+    def end(self) -> None:
+        """Nothing is heard from now on, and what was kept is forgotten."""
+        self.is_over = True
+        self.relay = None
+        self.kept.clear()
+
+
+def _ignore(_: Heard) -> None:
+    """What is done with events of an attempt that is over."""

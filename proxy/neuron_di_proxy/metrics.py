@@ -1,30 +1,44 @@
 """What a monitoring system may know: GET /metrics, in Prometheus' text format.
 
-Every label has a bounded set of values: codes are ours, worker ids the operator's.
+Every label has a bounded set of values: codes are ours, worker ids the operator's, a model's
+name is one that a worker has. Everything is counted in plain numbers, and only written out when
+it is asked for. `docs/metrics.md` lists all names.
+
+Next: proxy/neuron_di_proxy/model_metrics.py, proxy/neuron_di_proxy/worker_metrics.py
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Literal, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from neuron_di.errors import NeuronDiError
+from neuron_di.errors import KvError, NeuronDiError
 from neuron_di_proxy.health import HealthReport
+from neuron_di_proxy.histogram import Histogram
+from neuron_di_proxy.model_metrics import ModelMetrics, model_families
 from neuron_di_proxy.receipts import Receipt
 from neuron_di_proxy.self_test import PairResult
+from neuron_di_proxy.worker_metrics import worker_families
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
-ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15)
+TRANSFER_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
+LINKS_MAX = 8  # names of transfer engines, which workers say
+MODELS_MAX = 64  # since the start, those that have gone included
+OTHER = "other"
+
+TraceOutcome = Literal["sent", "dropped"]
 
 
 class Gauges(Protocol):
     """What is true at this moment; read at each scrape."""
 
     def num_running(self) -> int: ...
+
+    def num_waiting(self) -> int: ...
 
     def retry_budget(self) -> float: ...
 
@@ -33,121 +47,113 @@ class Gauges(Protocol):
     def pair_results(self) -> list[PairResult]: ...
 
 
-class Metrics:
-    """Counts what becomes of requests. One per proxy, with a registry of its own."""
+class Metrics(Collector):
+    """Counts what becomes of requests. One per proxy process, owned by its event loop."""
 
     def __init__(self, gauges: Gauges) -> None:
+        self._gauges = gauges
         self._registry = CollectorRegistry()
-        self._registry.register(_GaugeCollector(gauges))
-        self._requests = self._counter("requests", "requests by outcome", "outcome", "code")
-        self._attempts = self._counter("attempts", "attempts by what became of them", "reason")
-        self._continued = self._counter("continued", "answers that were continued", "grade")
-        self._kv_bytes = self._counter("kv_bytes", "bytes of KV that were moved for answers")
-        self._verify_s = self._counter("kv_verify_seconds", "spent on digests of that KV")
-        self._ttft = Histogram(
-            "neuron_di_ttft_seconds",
-            "from a request to its first token",
-            buckets=TTFT_BUCKETS_S,
-            registry=self._registry,
-        )
-        self._itl = Histogram(
-            "neuron_di_itl_seconds",
-            "between two tokens of an answer",
-            buckets=ITL_BUCKETS_S,
-            registry=self._registry,
-        )
+        self._registry.register(self)
+        self._models: dict[str, ModelMetrics] = {}
+        self._requests: Counter[tuple[str, str]] = Counter()
+        self._attempts: Counter[str] = Counter()
+        self._continued: Counter[str] = Counter()
+        self._transfer_failures: Counter[str] = Counter()
+        self._traces: Counter[str] = Counter()
+        self._transfers: dict[str, Histogram] = {}  # by link
+        self._kv_bytes = 0
+        self._verify_s = 0.0
+
+    def of(self, model: str) -> ModelMetrics:
+        """What is counted of a model. All that no worker has are one: clients name anything."""
+        known = self._models.get(model)
+        if known is not None:
+            return known
+        names = {report.record.model for report in self._gauges.health_reports()}
+        if model not in names or len(self._models) >= MODELS_MAX:
+            model = OTHER
+        return self._models.setdefault(model, ModelMetrics())
 
     def count(self, receipt: Receipt, code: str | None) -> None:
-        """A request ended. `code` says why where it failed."""
-        self._requests.labels(receipt.finish_reason, _bounded(code)).inc()
+        """A choice ended. `code` says why where it failed."""
+        self._requests[receipt.finish_reason, bounded_code(code)] += 1
+        self.of(receipt.model).count(receipt)
         for attempt in receipt.attempts:
+            reason = bounded_code(attempt.code)
+            if reason in _kv_codes:
+                self._transfer_failures[reason] += 1
             is_last = attempt is receipt.attempts[-1]
-            reason = _bounded(attempt.code) or (receipt.finish_reason if is_last else "other")
-            self._attempts.labels(reason).inc()
+            self._attempts[reason or (receipt.finish_reason if is_last else OTHER)] += 1
         if receipt.grade is not None:
-            self._continued.labels(receipt.grade).inc()
-        self._kv_bytes.inc(receipt.kv_bytes)
-        self._verify_s.inc(receipt.verify_s)
-        if receipt.ttft_s is not None:
-            self._ttft.observe(receipt.ttft_s)
+            self._continued[receipt.grade] += 1
+        self._verify_s += receipt.verify_s
+        if receipt.kv_bytes:
+            self._kv_bytes += receipt.kv_bytes
+            self._transfers_on(receipt.link).observe(receipt.transfer_s)
 
     def count_refused(self, code: str) -> None:
         """A request was refused before anything was tried."""
-        self._requests.labels("error", _bounded(code)).inc()
+        self._requests["error", bounded_code(code)] += 1
 
-    def count_gap(self, gap_s: float) -> None:
-        """A token came `gap_s` after the one before it."""
-        self._itl.observe(gap_s)
+    def count_traces(self, outcome: TraceOutcome, num: int) -> None:
+        """What became of traces that were to be exported."""
+        self._traces[outcome] += num
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def _counter(self, name: str, words: str, *labels: str) -> Counter:
-        return Counter(f"neuron_di_{name}", words, labels, registry=self._registry)
-
-
-# What each worker counts of itself, by its status' fields; since that process started.
-_OF_WORKERS = {
-    "num_blocks_free": ("blocks_free", "blocks of KV that are free"),
-    "num_blocks_quarantined": ("blocks_quarantined", "blocks that a transfer may still touch"),
-    "kv_bytes_received": ("kv_bytes_received", "bytes of KV that it received"),
-    "num_kv_mismatched": ("kv_mismatched", "received KV that was not what was promised"),
-    "num_leases_ended": ("leases_ended", "KV that nobody pulled in time"),
-    "num_signals_refused": ("signals_refused", "messages of peers that were refused"),
-    "num_stale": ("stale", "messages of peers that came too late or twice"),
-}
-
-
-class _GaugeCollector(Collector):
-    def __init__(self, gauges: Gauges) -> None:
-        self._gauges = gauges
-
     def collect(self) -> Iterable[Metric]:
+        """For prometheus_client."""
         gauges = self._gauges
-        yield GaugeMetricFamily(
-            "neuron_di_inflight", "requests that run now", value=gauges.num_running()
+        yield from model_families(self._models)
+        yield self._handed_over()
+        counters = (
+            ("requests", "requests by outcome", ("outcome", "code"), self._requests),
+            ("attempts", "attempts by what became of them", ("reason",), _keyed(self._attempts)),
+            ("continued", "answers that were continued", ("grade",), _keyed(self._continued)),
+            (
+                "transfer_failures",
+                "attempts that failed because KV was lost or wrong",
+                ("code",),
+                _keyed(self._transfer_failures),
+            ),
+            ("kv_bytes", "bytes of KV that were moved for answers", (), {(): self._kv_bytes}),
+            ("kv_verify_seconds", "spent on digests of that KV", (), {(): self._verify_s}),
+            ("traces", "traces of answers, by export", ("outcome",), _keyed(self._traces)),
         )
-        yield GaugeMetricFamily(
-            "neuron_di_retry_budget",
-            "further attempts that may be made at once",
-            value=gauges.retry_budget(),
+        for name, words, labels, values in counters:
+            counter = CounterMetricFamily(f"neuron_di_{name}", words, labels=labels)
+            for key, value in values.items():
+                counter.add_metric(key, value)
+            yield counter
+        for name, words, number in (
+            ("inflight", "requests that run now", gauges.num_running()),
+            ("waiting", "requests that wait, or whose body is being read", gauges.num_waiting()),
+            ("retry_budget", "further attempts that may be made at once", gauges.retry_budget()),
+        ):
+            yield GaugeMetricFamily(f"neuron_di_{name}", words, value=number)
+        yield from worker_families(gauges.health_reports(), gauges.pair_results())
+
+    def _transfers_on(self, link: str) -> Histogram:
+        if link not in self._transfers and len(self._transfers) >= LINKS_MAX:
+            link = OTHER
+        if link not in self._transfers:
+            self._transfers[link] = Histogram(TRANSFER_BUCKETS_S)
+        return self._transfers[link]
+
+    def _handed_over(self) -> Metric:
+        transfers = HistogramMetricFamily(
+            "neuron_di_transfer_seconds",
+            "moved one prompt's KV from prefill to decode",
+            labels=("link",),
         )
-        workers = GaugeMetricFamily(
-            "neuron_di_workers", "workers by role and state", labels=("role", "state")
-        )
-        reports = gauges.health_reports()
-        counts: dict[tuple[str, str], int] = {}
-        for report in reports:
-            key = (str(report.record.role), str(report.state))
-            counts[key] = counts.get(key, 0) + 1
-        for labels, count in counts.items():
-            workers.add_metric(labels, count)
-        yield workers
-        yield from _of_workers(reports)
-        pairs = GaugeMetricFamily(
-            "neuron_di_pair_degraded",
-            "1 where a prefill and a decode worker cannot hand over",
-            labels=("prefill", "decode"),
-        )
-        # By worker, not by process: the later result is the one of the later process.
-        degraded = {
-            (result.prefill.worker_id, result.decode.worker_id): result.outcome == "failed"
-            for result in gauges.pair_results()
-        }
-        for pair, is_degraded in degraded.items():
-            pairs.add_metric(pair, float(is_degraded))
-        yield pairs
+        for link, histogram in self._transfers.items():
+            transfers.add_metric((link,), histogram.buckets(), histogram.total)
+        return transfers
 
 
-def _of_workers(reports: list[HealthReport]) -> Iterator[Metric]:
-    """As each worker said when it was last asked."""
-    statuses = {each.record.worker_id: each.status for each in reports}
-    for field, (name, words) in _OF_WORKERS.items():
-        gauge = GaugeMetricFamily(f"neuron_di_worker_{name}", words, labels=("worker",))
-        for worker_id, status in statuses.items():
-            if status is not None:
-                gauge.add_metric((worker_id,), getattr(status, field))
-        yield gauge
+def _keyed(counts: Counter[str]) -> dict[tuple[str, ...], float]:
+    return {(key,): count for key, count in counts.items()}
 
 
 def _codes(kind: type[NeuronDiError]) -> Iterator[str]:
@@ -156,8 +162,16 @@ def _codes(kind: type[NeuronDiError]) -> Iterator[str]:
         yield from _codes(each)
 
 
-def _bounded(code: str | None) -> str:
+_kv_codes = frozenset(_codes(KvError))
+_known_codes: set[str] = set()  # seen in use
+
+
+def bounded_code(code: str | None) -> str:
     """A code of ours; a worker might say any. Empty for none."""
     if code is None:
         return ""
-    return code if code in set(_codes(NeuronDiError)) else "other"
+    if code not in _known_codes:
+        if code not in set(_codes(NeuronDiError)):
+            return OTHER
+        _known_codes.add(code)
+    return code

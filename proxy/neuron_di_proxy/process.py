@@ -1,21 +1,24 @@
 """The proxy process: registry, directory and HTTP front put together.
 
-Next: proxy/neuron_di_proxy/app.py
+Next: proxy/neuron_di_proxy/front.py, proxy/neuron_di_proxy/app.py
 """
 
 import asyncio
 import signal
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvloop
 
 from neuron_di.config import ProxyOptions
 from neuron_di.obs import LaunchReport, get_logger, say
 from neuron_di.registry import Directory as RegistryDirectory
-from neuron_di.registry import EmbeddedRegistry, RegistryServer
+from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer
 from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.processes import FurtherProcesses, part_of
 from neuron_di_proxy.route import Directory
 from neuron_di_proxy.server import bind, serve
+from neuron_di_proxy.siblings import SiblingPlace
 from neuron_di_proxy.static_directory import StaticDirectory
 
 _log = get_logger(__name__)
@@ -27,29 +30,64 @@ def run_proxy(options: ProxyOptions) -> None:
         runner.run(_run(options))
 
 
-async def _run(options: ProxyOptions) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    config = ProxyConfig(host=options.host, port=options.port, limits=options.limits)
-    sock = bind(config)
-    host, port = sock.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def config_of(options: ProxyOptions) -> ProxyConfig:
+    """How this process is set up: with its part of the limits, where there are several."""
+    front, limits = part_of(options.front, options.limits)
+    return ProxyConfig(host=options.host, port=options.port, front=front, limits=limits)
+
+
+@asynccontextmanager
+async def open_directory(options: ProxyOptions) -> AsyncIterator[tuple[Directory, str]]:
+    """Who the workers are, and the registry's address where they announce themselves here."""
     async with AsyncExitStack() as stack:
-        directory: Directory
-        registry_address = ""
         if options.prefill_urls or options.decode_urls:
             urls = options.prefill_urls + options.decode_urls
-            directory = await stack.enter_async_context(StaticDirectory(urls))
+            yield await stack.enter_async_context(StaticDirectory(urls)), ""
+        elif options.sibling_registry is not None:
+            client = await stack.enter_async_context(RegistryClient(options.sibling_registry))
+            yield await stack.enter_async_context(RegistryDirectory(client)), ""
         else:
             registry = EmbeddedRegistry()
             server = await stack.enter_async_context(
                 RegistryServer(registry, options.registry_bind)
             )
-            registry_address = server.address
             directory = await stack.enter_async_context(RegistryDirectory(registry))
-        _log.info("ready", url=url, registry=registry_address)
+            yield directory, server.address
+
+
+async def _run(options: ProxyOptions) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    config = config_of(options)
+    sock = bind(config, is_first=options.sibling_index == 0)
+    host, port = sock.getsockname()[:2]
+    scheme = "http" if config.front.tls_cert is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    async with AsyncExitStack() as stack:
+        directory, registry_address = await stack.enter_async_context(open_directory(options))
+        place = None
+        if options.sibling_folder is not None:
+            place = SiblingPlace(
+                folder=options.sibling_folder,
+                index=options.sibling_index,
+                num_processes=options.front.processes,
+            )
+        elif options.front.processes > 1:
+            others = await stack.enter_async_context(
+                FurtherProcesses(options, port, registry_address)
+            )
+            place = others.place
+            draining = asyncio.create_task(_drain_with(stop, others))
+            stack.callback(draining.cancel)
+        if options.sibling_folder is None:  # the others are part of the first
+            _log.info("ready", url=url, registry=registry_address)
         if options.parent_pid is not None:
             say(LaunchReport(event="ready", url=url, registry=registry_address))
-        await serve(config, directory, sock, stop)
+        await serve(config, directory, sock, stop, place=place)
+
+
+async def _drain_with(stop: asyncio.Event, others: FurtherProcesses) -> None:
+    await stop.wait()
+    others.drain()

@@ -40,7 +40,8 @@ class AttemptReceipt(msgspec.Struct, frozen=True, kw_only=True):
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """A finished request. Durations are seconds, as the proxy saw them unless a leg says so.
 
-    What is said of workers and KV is said of the last attempt.
+    `queued_s` is the wait for a turn; `ttft_s` and `e2e_s` count from before it, as the client's
+    clock does. What is said of workers and KV is said of the last attempt.
     """
 
     request_id: RequestId
@@ -51,6 +52,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     num_prompt: int
     num_generated: int
+    num_cached: int  # of the prompt's tokens: their KV was found
+    queued_s: float
     ttft_s: float | None  # None: no token came
     itl_mean_s: float | None  # None: fewer than two tokens came
     e2e_s: float
@@ -72,6 +75,7 @@ class RequestRecord:
     request_id: RequestId
     model: str
     accepted_s: float = field(default_factory=now_s)
+    arrived_s: float | None = None  # its head was here; None: it did not wait
     first_token_s: float | None = None
     last_token_s: float = 0.0
     emitted: list[int] = field(default_factory=list)  # ids of all tokens given to the client
@@ -102,9 +106,10 @@ class RequestRecord:
         both = [leg for leg in (prefill, decode) if leg is not None]
         legs = both[:1] if prefill is decode else both
         continued = self.continued()
+        arrived_s = self.accepted_s if self.arrived_s is None else self.arrived_s
         ttft_s = itl_mean_s = None
         if self.first_token_s is not None:
-            ttft_s = self.first_token_s - self.accepted_s
+            ttft_s = self.first_token_s - arrived_s
             if len(self.emitted) > 1:
                 itl_mean_s = (self.last_token_s - self.first_token_s) / (len(self.emitted) - 1)
         return Receipt(
@@ -116,9 +121,11 @@ class RequestRecord:
             finish_reason=reason,
             num_prompt=self.finished.num_prompt if self.finished else 0,
             num_generated=self.finished.num_generated if self.finished else len(self.emitted),
+            num_cached=self.finished.num_cached if self.finished else 0,
+            queued_s=self.accepted_s - arrived_s,
             ttft_s=ttft_s,
             itl_mean_s=itl_mean_s,
-            e2e_s=now_s() - self.accepted_s,
+            e2e_s=now_s() - arrived_s,
             attempts=[_attempt_receipt(attempt) for attempt in self.attempts],
             continued=continued.continued if continued else 0,
             grade=continued.grade if continued else None,
@@ -130,6 +137,19 @@ class RequestRecord:
             prefill=prefill,
             decode=decode,
         )
+
+
+def durations_of(receipt: Receipt) -> dict[str, float]:
+    """Where a request's time went, in seconds, for a log: its parts that are known."""
+    seconds = {"queued_s": receipt.queued_s, "transfer_s": receipt.transfer_s}
+    if receipt.ttft_s is not None:
+        seconds["ttft_s"] = receipt.ttft_s
+    if receipt.prefill is not None:
+        seconds["prefill_s"] = receipt.prefill.prefill_s
+    if receipt.decode is not None:
+        seconds["decode_s"] = receipt.decode.decode_s
+    seconds["e2e_s"] = receipt.e2e_s
+    return {name: round(value, 6) for name, value in seconds.items()}
 
 
 def _attempt_receipt(attempt: Attempt) -> AttemptReceipt:

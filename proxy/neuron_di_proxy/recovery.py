@@ -9,18 +9,20 @@ Waiting until a worker is there is not an attempt; `queue_timeout_s` bounds it.
 
 import asyncio
 import random
-from contextlib import aclosing
+
+from msgspec import structs
 
 from neuron_di.clock import Deadline
 from neuron_di.config import LimitOptions
 from neuron_di.errors import CapacityError, NeuronDiError, PeerGone, PeerRefused, WorkerFailed
 from neuron_di.obs import get_logger
-from neuron_di.wire import Token, WorkerRecord
+from neuron_di.wire import Finished, Token, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
-from neuron_di_proxy.launch import Generation, Launcher
-from neuron_di_proxy.openai_request import ClientRequest
+from neuron_di_proxy.launch import Launcher
+from neuron_di_proxy.leg_merge import Emit
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.route import ModelNotFound, Route, Router
 from neuron_di_proxy.workers import Process, Workers, process_of
@@ -58,8 +60,7 @@ class RequestRunner:
     """Runs requests. Pure asyncio and `clock`; random numbers come from `rng` only.
 
         runner = RequestRunner(workers, router, health, limits, random.Random(seed))
-        async with aclosing(runner.run(request, record)) as events:
-            async for event in events: ...
+        finished = await runner.run(request, record, emit)
 
     `workers` opens legs (the `Workers` protocol), `router` is a Router over the same `health`.
     `health` should be entered; it never is by this class.
@@ -81,17 +82,29 @@ class RequestRunner:
         self._is_abandoned = False
         self.budget = RetryBudget(limits.retry_share)
 
-    async def run(self, request: ClientRequest, record: RequestRecord) -> Generation:
-        """Yield the request's tokens, indices 0, 1, 2, ..., each once, and then its `Finished`.
+    async def run(self, request: ChoiceRequest, record: RequestRecord, emit: Emit) -> Finished:
+        """Give `emit` the request's tokens, indices 0, 1, 2, ..., each once. Returns its end.
 
-        Raises instead what kept it from its end: a ClientError, the last attempt's failure,
+        Raises what kept it from its end: a ClientError, the last attempt's failure,
         CapacityError when no worker was there in time, RequestTimeout at the deadline, which
-        counts from `record.accepted_s`. `record.attempts` grows with each attempt. Closing the
-        generator closes all legs at once.
+        counts from `record.accepted_s`. `record.attempts` grows with each attempt, and a token is
+        counted in `record` before it is given. Cancelling closes all legs at once. A token that
+        came in the same turn of the loop may still be given then.
         """
         self.budget.admit()
         deadline = Deadline(record.accepted_s + self._limits.request_timeout_s)
         failed_step: WorkerRecord | None = None  # where; or was it this request's fault?
+        count_token = record.count_token
+
+        def give(token: Token) -> None:
+            nonlocal failed_step
+            count_token(token)
+            # A further attempt that gave two tokens got past where one failed.
+            if failed_step is not None and attempt.num_tokens > 1:
+                self._convict(failed_step, attempt)
+                failed_step = None
+            emit(token)
+
         while True:
             began = next((each for each in record.attempts if each.num_tokens), None)
             attempt = Attempt(
@@ -105,21 +118,7 @@ class RequestRunner:
             )
             record.attempts.append(attempt)
             try:
-                async with aclosing(self._launcher.run(attempt)) as events:
-                    async for event in events:
-                        if isinstance(event, Token):
-                            record.count_token(event)
-                            yield event
-                        else:
-                            record.finished = event
-                        # A further attempt that gave two tokens got past where one failed.
-                        is_past = attempt.num_tokens > 1 or record.finished is not None
-                        if failed_step is not None and is_past:
-                            self._convict(failed_step, attempt)
-                            failed_step = None
-                assert record.finished is not None, "an attempt ends with it, or raises"
-                yield record.finished
-                return
+                finished = await self._launcher.run(attempt, give)
             except NeuronDiError as error:
                 self._learn(attempt, error)
                 if attempt.code == WorkerFailed.code:
@@ -128,6 +127,15 @@ class RequestRunner:
                     raise
                 if not await self._is_lost(attempt) and not self.budget.take():
                     raise
+            else:
+                if failed_step is not None:
+                    self._convict(failed_step, attempt)
+                # The client's prompt was computed for what gave token 0. Later, it was again.
+                num_cached = (began or attempt).num_cached
+                if finished.num_cached != num_cached:
+                    finished = structs.replace(finished, num_cached=num_cached)
+                record.finished = finished
+                return finished
             await self._back_off(record, deadline)
 
     def abandon(self) -> None:

@@ -89,6 +89,11 @@ class Router:
         """Names of the models that any known worker has, in alphabetical order."""
         return sorted({record.model for record in self._directory.workers()})
 
+    def num_slots(self) -> int:
+        """How many requests the workers that are fit now can decode together."""
+        usable = [r for r in self._directory.workers() if self._is_usable(r, None)]
+        return sum(record.slots for record in usable if record.role != "prefill")
+
     def doubt(self, route: Route) -> None:
         """A worker of the route accused its partner. Which of them is right is not known."""
         if self._pairs is not None and isinstance(route, Pair):
@@ -139,6 +144,20 @@ class Router:
         if not missing:
             missing = f"no worker has the weights, and the context, of model {model!r} any more"
         raise CapacityError(missing)
+
+    def any_worker(self, model: str, avoid: AbstractSet[Process] = frozenset()) -> WorkerRecord:
+        """One of the workers of `model`, in turn but not as its turn: to ask, not to compute.
+
+        Raises ModelNotFound, and CapacityError when none is left besides those in `avoid`.
+        """
+        known = self._directory.workers()
+        usable = [r for r in known if r.model == model and self._is_usable(r, None)]
+        usable = [r for r in usable if process_of(r) not in avoid]
+        if usable:
+            return usable[next(self._turns) % len(usable)]
+        if known and all(record.model != model for record in known):
+            raise ModelNotFound(f"the model {model!r} does not exist", param="model")
+        raise CapacityError(f"no worker of model {model!r} can be asked now")
 
     def why_unserved(self) -> str | None:
         """Why no request of any model can be served now; None when some can."""

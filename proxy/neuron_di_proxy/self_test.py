@@ -8,7 +8,6 @@ other while it served a request. Pairs are tested one at a time.
 
 import asyncio
 import random
-from contextlib import aclosing
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
@@ -21,10 +20,10 @@ from neuron_di.obs import get_logger
 from neuron_di.types import RequestId
 from neuron_di.wire import SamplingParams, Token, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
-from neuron_di_proxy.openai_request import ClientRequest
 from neuron_di_proxy.route import Directory, Pair, fits
 from neuron_di_proxy.workers import Process, Workers, process_of
 
@@ -165,8 +164,8 @@ class SelfTest:
         outcome: Literal["ok", "failed", "skipped"] = "ok"
         reason = ""
         try:
-            async with aclosing(self._launcher.run(attempt)) as events:
-                num_tokens = sum([isinstance(event, Token) async for event in events])
+            tokens: list[Token] = []
+            await self._launcher.run(attempt, tokens.append)
         except NeuronDiError as error:
             if attempt.refused_by is not None:
                 return  # busy, which says nothing
@@ -178,8 +177,8 @@ class SelfTest:
             reason = error.message
         else:
             moved = max((r.kv_bytes for r in (attempt.prefill, attempt.decode) if r), default=0)
-            if num_tokens != NUM_TOKENS:
-                outcome, reason = "failed", f"{num_tokens} tokens came instead of {NUM_TOKENS}"
+            if len(tokens) != NUM_TOKENS:
+                outcome, reason = "failed", f"{len(tokens)} tokens came instead of {NUM_TOKENS}"
             elif moved == 0:
                 outcome, reason = "failed", "no KV was moved"
         self._conclude(PairResult(pair.prefill, pair.decode, outcome, reason, now_s()))
@@ -201,12 +200,10 @@ class SelfTest:
         )
 
 
-def _request(model: str) -> ClientRequest:
-    return ClientRequest(
+def _request(model: str) -> ChoiceRequest:
+    return ChoiceRequest(
         endpoint="completions",
         model=model,
         prompt=msgspec.Raw(msgspec.json.encode([0, 1] * 9)),  # more than one KV block of 16
         sampling=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
-        stream=False,
-        include_usage=False,
     )

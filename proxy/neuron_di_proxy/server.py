@@ -1,33 +1,48 @@
-"""Serves the proxy's application with hypercorn on a socket that is already bound."""
+"""Serves the proxy on a socket that is already bound: the front, and hypercorn behind it."""
 
 import asyncio
-import logging
+import ipaddress
 import socket
-
-from hypercorn.asyncio import serve as serve_with_hypercorn
-from hypercorn.config import Config as HypercornConfig
+import ssl
 
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
 from neuron_di_proxy.app import create_app
 from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.front import BACKLOG, Front
+from neuron_di_proxy.hypercorn_side import HypercornSide
 from neuron_di_proxy.route import Directory
+from neuron_di_proxy.service import Service
+from neuron_di_proxy.siblings import SiblingPlace, Siblings
 
-BACKLOG = 4096  # hypercorn's own 100 drops connections when a thousand clients arrive at once
-KEEP_ALIVE_TIMEOUT_S = 75
 LAST_WORDS_TIMEOUT_S = 1.0  # for connections that are still open after the drain
 
 _log = get_logger(__name__)
 
 
-def bind(config: ProxyConfig) -> socket.socket:
+def bind(config: ProxyConfig, *, is_first: bool = True) -> socket.socket:
     """Take the proxy's address. With port 0 the system picks: see the socket's `getsockname`.
 
-    Raises ConfigError when the address cannot be had.
+    Further processes of one proxy, which are not `is_first`, share the first one's port.
+
+    Raises ConfigError when the address cannot be had, or must not be had: others could reach it
+    and there are no keys.
     """
+    _check_exposure(config)
+    is_shared = config.front.processes > 1
+    if is_shared and is_first:
+        # Sharing asks nobody: a proxy that is there already would lose clients to this one.
+        _bind(config, is_shared=False).close()
+    return _bind(config, is_shared=is_shared)
+
+
+def _bind(config: ProxyConfig, *, is_shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+    if is_shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # For connections of clients that never read: what they do not take would stay for ever.
         unread_ms = int(2000 * config.limits.send_timeout_s)
@@ -45,31 +60,85 @@ def bind(config: ProxyConfig) -> socket.socket:
     return sock
 
 
+def tls_context(config: ProxyConfig) -> ssl.SSLContext | None:
+    """What TLS needs; None where the proxy does not speak it. Raises ConfigError."""
+    cert, key = config.front.tls_cert, config.front.tls_key
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        missing = "--tls-cert" if cert is None else "--tls-key"
+        raise ConfigError(f"TLS needs a certificate and its private key: give {missing} too")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    try:
+        # An empty password: a key that is encrypted must fail here, not ask at a terminal.
+        context.load_cert_chain(cert, key, password="")
+    except OSError as error:  # SSLError is one
+        raise ConfigError(
+            f"cannot use the certificate {cert} with the key {key}: {error.strerror or error}. "
+            "Both are PEM files, the chain begins with the server's own certificate, and the key "
+            "is that certificate's, without a password."
+        ) from None
+    return context
+
+
 async def serve(
-    config: ProxyConfig, directory: Directory, sock: socket.socket, shutdown: asyncio.Event
+    config: ProxyConfig,
+    directory: Directory,
+    sock: socket.socket,
+    shutdown: asyncio.Event,
+    *,
+    takes_hot: bool = True,
+    place: SiblingPlace | None = None,
 ) -> None:
     """Serve until `shutdown` is set; then drain and return. Takes over `sock`, and closes it.
 
-    While it drains, running requests end and new ones are answered with 503.
+    While it drains, running requests end and new ones are answered with 503. Without
+    `takes_hot`, Quart answers everything. `place` says which of several processes this is.
     """
-    app = create_app(config, directory)
-
-    async def drained() -> None:
-        await shutdown.wait()
-        app.drain()
-        _log.info("drain", running=app.admission.num_running)
+    tls = tls_context(config)
+    async with (
+        Service(config, directory) as service,
+        Siblings(service, place) as siblings,
+    ):
+        hypercorn = HypercornSide(create_app(service, siblings), config.front)
+        front = Front(service, hypercorn, tls, takes_hot=takes_hot)
+        await hypercorn.start()
+        await front.start(sock)
         try:
-            async with asyncio.timeout(config.limits.drain_timeout_s):
-                await app.admission.wait_idle()
-        except TimeoutError:
-            _log.warning("drain_timeout", running=app.admission.num_running)
-            app.abandon_running()
+            await shutdown.wait()
+            front.drain()
+            await _drain(service)
+        finally:
+            await front.stop(LAST_WORDS_TIMEOUT_S)
 
-    hypercorn = HypercornConfig()
-    hypercorn.bind = [f"fd://{sock.detach()}"]  # hypercorn makes a socket of it and closes that
-    hypercorn.backlog = BACKLOG
-    hypercorn.keep_alive_timeout = KEEP_ALIVE_TIMEOUT_S
-    hypercorn.graceful_timeout = LAST_WORDS_TIMEOUT_S
-    hypercorn.errorlog = logging.getLogger("hypercorn.error")
-    hypercorn.include_server_header = False
-    await serve_with_hypercorn(app, hypercorn, shutdown_trigger=drained)
+
+async def _drain(service: Service) -> None:
+    admission = service.admission
+    admission.drain()
+    _log.info("drain", running=admission.num_running)
+    try:
+        async with asyncio.timeout(service.limits.drain_timeout_s):
+            await admission.wait_idle()
+    except TimeoutError:
+        _log.warning("drain_timeout", running=admission.num_running)
+        service.abandon_running()
+
+
+def _check_exposure(config: ProxyConfig) -> None:
+    """Refuse to serve whoever can connect where that may be anybody."""
+    front = config.front
+    if front.api_keys is None and not front.insecure and not _is_loopback(config.host):
+        raise ConfigError(
+            f"{config.host} can be reached from other machines, and no API keys are set: give "
+            "--api-keys FILE (`neuron-di key` makes one), or --insecure to serve everybody"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address. A name may resolve to anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -46,7 +46,10 @@ class PairReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`siblings` are the other processes of a proxy that is several; `proxy` is who answers."""
+
     proxy: ProxyStatus
+    siblings: list[ProxyStatus] = []
     workers: list[WorkerReport]
     pairs: list[PairReport] = []
 
@@ -72,13 +75,17 @@ async def report_status(
 ) -> StatusReport:
     """Ask all workers at the same time. Takes as long as the slowest, at most its deadline."""
     reports = await asyncio.gather(*(_report_worker(workers, each) for each in health.reports()))
-    proxy = ProxyStatus(
+    return StatusReport(proxy=report_proxy(admission), workers=reports, pairs=_pair_reports(pairs))
+
+
+def report_proxy(admission: Admission) -> ProxyStatus:
+    """How this process is."""
+    return ProxyStatus(
         pid=os.getpid(),
         num_running=admission.num_running,
         num_admitted=admission.num_admitted,
         is_draining=admission.is_draining,
     )
-    return StatusReport(proxy=proxy, workers=reports, pairs=_pair_reports(pairs))
 
 
 def report_health(router: Router, health: Health, pairs: PairBook) -> HealthAnswer:

@@ -1,19 +1,20 @@
 """What the proxy needs of workers: to open legs there, and to ask them how they are.
 
-`worker_client.WorkerClient` does it over HTTP. Everything that decides (launch, recovery,
+`worker_client.WorkerClient` does it over TCP. Everything that decides (launch, recovery,
 health, self test) knows these two protocols only, so a simulation can stand in for the network.
 """
 
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import Finished, Parked, Released, Token, WorkerRecord, WorkerStatus
+from neuron_di.wire.leg_link import LegKind as LegKind
 
 STATUS_TIMEOUT_S = 1.0
 
-LegKind = Literal["prefill", "decode", "whole"]
 Progress = Token | Parked | Released | Finished
 
 
@@ -24,23 +25,32 @@ class Process(NamedTuple):
     incarnation: Incarnation
 
 
+# What a leg says: an event, or the error that ended it.
+Said = Progress | Exception
+Hear = Callable[[Said], None]
+
+
 class Leg(Protocol):
-    """One leg at one worker. The first `next` opens it; `close` cancels it there."""
+    """One leg at one worker."""
 
     worker_id: WorkerId
 
-    async def next(self) -> Progress:
-        """Wait for the leg's next event. Awaited by one task at a time.
+    def open(self, hear: Hear) -> None:
+        """Send the leg. Called once, on the event loop; returns at once and never raises.
 
-        Raises LegFailed when the worker says that the leg failed, CapacityError when it refuses
-        without words, PeerGone when it cannot be reached or hangs up, PeerTimeout when it is
-        silent for too long, RemoteProtocolError when it cannot be understood. Once it raised,
-        or returned `Finished` or `Released`, only `close` may follow.
+        `hear` gets each event the moment it arrives, in order, on the event loop, never from
+        within `open`. The last thing it gets is `Finished`, `Released` or an exception:
+        LegFailed when the worker says that the leg failed, CapacityError when it refuses without
+        words, PeerGone when it cannot be reached or hangs up, PeerTimeout when it is silent for
+        too long, RemoteProtocolError when it cannot be understood. `hear` does not raise.
         """
         ...
 
     def close(self) -> None:
-        """Cancel the leg if it is still open. At once; may be called twice; never raises."""
+        """Cancel the leg if it is still open: nothing is heard of it from now on.
+
+        At once; may be called twice, or before `open`; never raises.
+        """
         ...
 
 
@@ -48,7 +58,7 @@ class Workers(Protocol):
     """All workers, by their records."""
 
     def open_leg(self, record: WorkerRecord, kind: LegKind, leg: msgspec.Struct) -> Leg:
-        """Prepare a leg. Nothing is sent before its first `next`."""
+        """Prepare a leg. Nothing is sent before its `open`."""
         ...
 
     async def status(

@@ -41,7 +41,7 @@ async def test_prompt_longer_than_the_context(
         ("hello", {"temperatur": 1}, "temperatur"),
         ("hello", {"max_tokens": "9"}, "max_tokens"),
         ("hello", {"top_p": 0}, "top_p"),
-        (CHAT, {"tools": [{}]}, "tools"),
+        (CHAT, {"tools": [{}]}, "tools[0].type"),
         ([5, 99999], {}, "prompt"),
         ([5, -1], {}, "prompt"),
         ("", {}, "prompt"),

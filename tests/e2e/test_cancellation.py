@@ -96,6 +96,7 @@ async def test_while_waiting_for_a_busy_prefill_worker(narrow: Client) -> None:
         "prompt_tokens": len(LONG_PROMPT),
         "completion_tokens": 2,
         "total_tokens": len(LONG_PROMPT) + 2,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 

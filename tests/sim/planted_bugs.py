@@ -5,7 +5,7 @@ the one that is missing. They are named so that nobody takes their silence for a
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 from msgspec import structs
@@ -39,15 +39,13 @@ from neuron_di.wire.handoff import (
 )
 from neuron_di.worker.live_legs import LiveLegs
 from neuron_di.worker.prefill_worker import PrefillWorker
-from neuron_di_proxy import launch
-from neuron_di_proxy.admission import Admission
+from neuron_di_proxy import launch, leg_merge
+from neuron_di_proxy.admission import Ticket
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.inbox import Inbox
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.recovery import RequestRunner
-
-_KEPT: list[object] = []
 
 Plant = Callable[[], AbstractContextManager[object]]
 
@@ -117,17 +115,6 @@ def _deaf_to_errors(real: Callable, self: LiveLegs, events: list) -> None:
     real(self, [event for event in events if not isinstance(event, Broken)])
 
 
-def _admit_for_ever(real: Callable, self: Admission):
-    @contextmanager
-    def admit() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(real(self))
-            yield
-            _KEPT.append(stack.pop_all())
-
-    return admit()
-
-
 def _allocate_twice(real: Callable, self: BlockPool, num_blocks: int) -> list[int]:
     taken = real(self, num_blocks)
     if self.num_free and num_blocks > 1:
@@ -144,12 +131,10 @@ def _count_once(self: RequestRecord, token: object) -> None:
 
 
 async def _silent_end(real: Callable, *args: object):
-    async with aclosing(real(*args)) as events:
-        try:
-            async for event in events:
-                yield event
-        except NeuronDiError:
-            return
+    try:
+        return await real(*args)
+    except NeuronDiError:
+        return None
 
 
 def _other_seed(real: Callable, **fields: object) -> object:
@@ -161,9 +146,10 @@ def _without_text(self: Engine, request: object) -> None:
     request.generated += request.given
 
 
-def _any_index(self: launch._Running, token: Token) -> Token:
+def _any_index(self: leg_merge.Running, token: Token) -> None:
+    self._due += 1
     self._attempt.num_tokens += 1
-    return token
+    self._emit(token)
 
 
 def _both(one: Plant, other: Plant) -> Plant:
@@ -220,7 +206,7 @@ PLANTED: dict[str, Plant] = {
     ),
     "decode's tokens overtake prefill's": _both(
         _row(LAUNCH, (_L.LAUNCHED, _LE.DECODE_TOKEN), LaunchStep(_L.DECODING, (_LA.EMIT,))),
-        _instead(launch._Running, "_due", _any_index),
+        _instead(leg_merge.Running, "give", _any_index),
     ),
     "errors of the engine are dropped": _around(LiveLegs, "dispatch", _deaf_to_errors),
     "a failure ends the stream without a word": _around(RequestRunner, "run", _silent_end),
@@ -230,7 +216,7 @@ PLANTED: dict[str, Plant] = {
     # Leaks.
     "a cancelled request keeps its blocks": _instead(Engine, "cancel", _nothing),
     "a leg that is not wanted is not closed": _instead(SimLeg, "close", _nothing),
-    "a request keeps its place in the proxy": _around(Admission, "admit", _admit_for_ever),
+    "a request keeps its place in the proxy": _instead(Ticket, "close", _nothing),
     "an ended decode leg forgets its hand-over": _instead(RecvBuffer, "cancel", _nothing),
     "leases do not end": _instead(SendBuffer, "_sweep", _nothing),
     "prefill's leg forgets its hand-over": _instead(SendBuffer, "drop", _nothing),

@@ -49,13 +49,16 @@ def part_of(options, options_class):
 def test_a_limit_is_a_number_with_a_lower_bound_a_default_and_words(key):
     _, spec = LIMITS[key]
     assert spec.kind in (int, float)
-    assert not spec.is_optional  # there is no "no limit"
     assert not spec.hidden
     assert spec.at_least is not None
     assert spec.at_least >= 0
     assert spec.at_most is None or spec.at_most > spec.at_least
-    assert type(spec.default) is spec.kind
-    assert spec.at_least <= spec.default <= (spec.at_most or spec.default)
+    if spec.is_optional:  # there is no "no limit": it follows from something else
+        assert spec.default is None
+        assert "none takes" in spec.help_text
+    else:
+        assert type(spec.default) is spec.kind
+        assert spec.at_least <= spec.default <= (spec.at_most or spec.default)
     assert len(spec.help_text.split()) >= 5
     # The unit is in the name: seconds are _s, rates per second _per_s, counts _max, shares _share.
     units = ("_per_s", "_s", "_share") if spec.kind is float else ("_max",)

@@ -42,7 +42,8 @@ def test_defaults_need_only_the_model():
     assert options == ServeOptions(model="some/model")
     assert (options.host, options.port) == ("127.0.0.1", 8000)
     assert options.engine.block_size == 16
-    assert options.limits.requests_max == 1024
+    assert options.limits.requests_max is None, "it follows from the workers' slots"
+    assert options.limits.choices_max == 8
 
 
 def test_flag_goes_before_variable_goes_before_file_goes_before_default(write):

@@ -83,7 +83,7 @@ def test_an_exception_keeps_its_traceback_on_the_line(start):
         get_logger("neuron_di.test").exception("step_failed", request="r1")
     (line,) = lines()
     assert "event=step_failed request=r1 traceback=" in line
-    assert "ValueError: broken" in line
+    assert line.endswith('ValueError"')
 
 
 def test_lines_of_other_libraries_are_kept_in_form(start):

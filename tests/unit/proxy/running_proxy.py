@@ -1,4 +1,4 @@
-"""The proxy as its clients meet it: served by hypercorn on a free port."""
+"""The proxy as its clients meet it, on a free port."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,15 +30,19 @@ class ListDirectory:
 
 
 class RunningProxy:
-    """The proxy, served by hypercorn on a free port."""
+    """The proxy on a free port. Without `takes_hot` hypercorn and Quart answer everything."""
 
-    def __init__(self, config: ProxyConfig, records: list[WorkerRecord]) -> None:
+    def __init__(
+        self, config: ProxyConfig, records: list[WorkerRecord], *, takes_hot: bool = True
+    ) -> None:
         self.directory = ListDirectory(records)
         self.shutdown = asyncio.Event()
         sock = bind(replace(config, port=0))
         self.address: tuple[str, int] = sock.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
-        self.task = asyncio.create_task(serve(config, self.directory, sock, self.shutdown))
+        self.task = asyncio.create_task(
+            serve(config, self.directory, sock, self.shutdown, takes_hot=takes_hot)
+        )
 
     async def __aenter__(self) -> Self:
         self.http = aiohttp.ClientSession(self.url)

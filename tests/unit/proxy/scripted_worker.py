@@ -1,4 +1,4 @@
-"""A worker that speaks the leg protocol over real HTTP and says what a test tells it to."""
+"""A worker that speaks over real leg links and HTTP, and says what a test tells it to."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,11 +11,13 @@ from neuron_di.types import Incarnation, Role, WorkerId
 from neuron_di.wire import (
     PROTOCOL_VERSION,
     DecodeLeg,
+    Failed,
     Finished,
     LegEvent,
     LegReceipt,
     Parked,
     PrefillLeg,
+    PromptReport,
     Released,
     Token,
     TokenLogprobs,
@@ -25,6 +27,8 @@ from neuron_di.wire import (
     encode_json,
     prefill_leg_decoder,
 )
+from neuron_di.wire.leg_link import LegKind, Told, encode_frame
+from neuron_di.worker.leg_link_server import End, LegLinkServer, Say, WorkerLegLink
 from neuron_di_proxy.self_test import ID_PREFIX
 
 MODEL = "tiny"
@@ -32,33 +36,45 @@ WORDS = ["Once", " upon", " a", " time", ",", " there", " was", " a", " fox", ".
 
 
 class SeenLeg:
-    """One leg as the worker received it. `closed` is set when the proxy hangs up early."""
+    """One leg as the worker received it. `closed` is set when the proxy ends it, or is gone."""
 
-    def __init__(self, request: web.Request, message: PrefillLeg | DecodeLeg) -> None:
+    def __init__(
+        self, worker: "ScriptedWorker", kind: LegKind, message: PrefillLeg | DecodeLeg, say: Say
+    ) -> None:
+        self.kind = kind
         self.message = message
         self.closed = asyncio.Event()
         self.ended = asyncio.Event()
-        self._request = request
-        self._response: web.StreamResponse | None = None
+        self._worker = worker
+        self._say = say
+        self.task: asyncio.Task[None] | None = None
 
     async def send(self, *events: LegEvent) -> None:
-        await self.send_bytes(b"".join(encode_json(event) + b"\n" for event in events))
+        """Say this, and let the loop send it."""
+        for event in events:
+            self._say(event)
+        await asyncio.sleep(0)
 
     async def send_bytes(self, raw: bytes) -> None:
-        if self._response is None:
-            await self.answer_with(200)
-        assert self._response is not None
-        await self._response.write(raw)
+        """Put bytes on the link, between two frames."""
+        for link in self._worker.links:
+            link._transport.write(raw)
+        await asyncio.sleep(0)
 
-    async def answer_with(self, status: int) -> None:
-        self._response = web.StreamResponse(status=status)
-        self._response.content_type = "application/x-ndjson"
-        await self._response.prepare(self._request)
+    async def keep_alive(self) -> None:
+        """Say that the worker lives, as it does by itself each second."""
+        await self.send_bytes(bytes(encode_frame(Told([], []))))
 
     async def finish(self, *events: LegEvent) -> None:
-        """Send the last events and end the answer."""
+        """Send the last events."""
         await self.send(*events)
         self.ended.set()
+
+    async def break_off(self) -> None:
+        """End this leg alone, as a worker that could not compute it; another may."""
+        await self.finish(
+            Failed(code="worker_failed", message="broken", http_status=500, retryable=True)
+        )
 
     @property
     def first_index(self) -> int:
@@ -73,13 +89,13 @@ class SeenLeg:
         return self.message.request_id.startswith(ID_PREFIX)
 
     def hang_up(self) -> None:
-        assert self._request.transport is not None
-        self._request.transport.abort()
+        """Break the link: every leg at this worker ends."""
+        self._worker.hang_up()
 
-    @property
-    def response(self) -> web.StreamResponse:
-        assert self._response is not None, "nothing was sent on this leg"
-        return self._response
+    def end(self) -> None:
+        self.closed.set()
+        if self.task is not None:
+            self.task.cancel()
 
 
 Script = Callable[[SeenLeg], Awaitable[None]]
@@ -107,21 +123,35 @@ class ScriptedWorker:
         self.record: WorkerRecord
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=32 << 20)
-        app.router.add_post("/legs/{kind}", self._leg)
+        app = web.Application()
         app.router.add_get("/status", self._status)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.record = make_record(self.worker_id, self.role, self._runner.addresses[0][1])
+        self._link_server = LegLinkServer(self._open_leg, self._runner.server)
+        self._server = await asyncio.get_running_loop().create_server(
+            self._link_server, "127.0.0.1", 0
+        )
+        port = self._server.sockets[0].getsockname()[1]
+        self.record = make_record(self.worker_id, self.role, port)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def stop(self) -> None:
+        self._server.close()
+        self.hang_up()
         await self._runner.cleanup()
+
+    @property
+    def links(self) -> list[WorkerLegLink]:
+        """One per proxy process that is connected."""
+        return list(self._link_server.links)
+
+    def hang_up(self) -> None:
+        """Break every link."""
+        for link in self.links:
+            link._transport.abort()
 
     def freeze(self) -> None:
         self._thawed.clear()
@@ -137,26 +167,25 @@ class ScriptedWorker:
     async def next_leg(self) -> SeenLeg:
         return await self._unseen.get()
 
-    async def _leg(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        is_decode = request.match_info["kind"] == "decode"
-        decoder = decode_leg_decoder if is_decode else prefill_leg_decoder
-        leg = SeenLeg(request, decoder.decode(body))
+    def _open_leg(self, kind: LegKind, document: bytes, say: Say) -> End:
+        decoder = decode_leg_decoder if kind == "decode" else prefill_leg_decoder
+        leg = SeenLeg(self, kind, decoder.decode(document), say)
         if leg.is_self_test:
             self.self_tests.append(leg)
-            await self.self_test(leg)
-            return leg.response
-        self.legs.append(leg)
-        self._unseen.put_nowait(leg)
+            leg.task = asyncio.create_task(self._play(self.self_test, leg))
+        else:
+            self.legs.append(leg)
+            self._unseen.put_nowait(leg)
+            if self.script is not None:
+                leg.task = asyncio.create_task(self._play(self.script, leg))
+        return leg.end
+
+    async def _play(self, script: Script, leg: SeenLeg) -> None:
         try:
-            if self.script is None:
-                await leg.ended.wait()
-            else:
-                await self.script(leg)
-        except (asyncio.CancelledError, ConnectionError):
-            leg.closed.set()
+            await script(leg)
+        except Exception:  # a script that is wrong: nobody shall wait for it
+            self.hang_up()
             raise
-        return leg.response
 
     async def _status(self, request: web.Request) -> web.Response:
         self.num_asked += 1
@@ -193,16 +222,23 @@ def make_record(
         "signal_host": "127.0.0.1",
         "signal_port": 9,
         "started_unix_s": 0.0,
+        "slots": 1024,
     }
     return WorkerRecord(**(fields | changes))  # type: ignore[arg-type]
 
 
-def token(index: int, text: str | None = None, logprobs: TokenLogprobs | None = None) -> Token:
+def token(
+    index: int,
+    text: str | None = None,
+    logprobs: TokenLogprobs | None = None,
+    prompt: PromptReport | None = None,
+) -> Token:
     return Token(
         index=index,
         token_id=100 + index,
         text=WORDS[index] if text is None else text,
         logprobs=logprobs,
+        prompt=prompt,
     )
 
 

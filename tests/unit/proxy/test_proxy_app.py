@@ -131,7 +131,7 @@ async def test_the_messages_reach_prefill_unread(playing):
 
 
 async def test_logprobs_reach_the_openai_client(playing):
-    entry = TokenLogprob("Once", -0.5, [79, 110, 99, 101])
+    entry = TokenLogprob("Once", -0.5, [79, 110, 99, 101], 100)
 
     async def script(leg):
         await leg.send(token(0, logprobs=TokenLogprobs(chosen=entry, top=[entry])), finished(1))

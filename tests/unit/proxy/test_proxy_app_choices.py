@@ -43,6 +43,11 @@ async def stay(leg):
     await leg.ended.wait()
 
 
+async def break_after_one(leg):
+    await leg.send(token(leg.first_index + 1))
+    await leg.break_off()
+
+
 async def hang_up_after_one(leg):
     await leg.send(token(leg.first_index + 1))
     leg.hang_up()
@@ -188,7 +193,7 @@ async def test_a_client_that_leaves_closes_the_legs_of_every_choice(cluster, str
 
 
 async def test_each_choice_goes_on_by_itself(stack):
-    drop = by_choice(play_decode(5), hang_up_after_one, hang_up_after_one)
+    drop = by_choice(play_decode(5), break_after_one, break_after_one)
 
     async def script(leg):
         await (play_decode(5) if leg.message.attempt else drop)(leg)

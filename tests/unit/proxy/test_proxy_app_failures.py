@@ -9,6 +9,7 @@ import pytest
 from running_proxy import AT_ONCE, RunningProxy, read_events
 from scripted_worker import finished, parked, play_prefill, token
 
+from neuron_di.config import FrontOptions
 from neuron_di_proxy.config import ProxyConfig
 
 STREAM = {"model": "tiny", "prompt": "hi", "stream": True}
@@ -130,17 +131,17 @@ async def test_a_wrong_content_type_is_no_matter(playing, content_type):
 
 
 async def test_a_body_beyond_the_limit(cluster, stack):
-    config = ProxyConfig(body_bytes_max=1000, limits=AT_ONCE)
+    config = ProxyConfig(front=FrontOptions(body_bytes_max=2000), limits=AT_ONCE)
     proxy = await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
 
     async def drip():
         for _ in range(100):
             yield b" " * 100
 
-    for body in (b"x" * 1001, drip()):
+    for body in (b"x" * 2001, drip()):
         async with proxy.http.post("/v1/completions", data=body) as response:
             assert response.status == 413
-            assert (await response.json())["error"]["code"] == "request_entity_too_large"
+            assert (await response.json())["error"]["code"] == "request_too_large"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,9 @@ async def test_more_requests_than_the_limit_are_refused_and_places_come_back(clu
 
 async def test_a_hundred_clients_that_leave_free_every_place(cluster, stack):
     proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(limits=AT_ONCE), cluster.proxy.directory.records)
+        RunningProxy(
+            ProxyConfig(limits=replace(AT_ONCE, requests_max=100)), cluster.proxy.directory.records
+        )
     )
     clients = [
         asyncio.create_task(proxy.http.post("/v1/completions", json=STREAM)) for _ in range(100)

@@ -293,7 +293,7 @@ async def test_a_worker_that_stalls_is_left(make):
     async def stall(leg):
         await leg.send(token(1))
         while True:
-            await leg.send_bytes(b"\n")
+            await leg.keep_alive()
             await asyncio.sleep(0.01)
 
     cluster = await make(stall_timeout_s=0.2)

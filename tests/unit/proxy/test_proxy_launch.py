@@ -1,10 +1,8 @@
 """Two legs become one sequence of tokens, in whatever order their events arrive."""
 
-import asyncio
-
 import msgspec
 import pytest
-from launch_run import REQUEST, Run, waiting_for_legs
+from launch_run import REQUEST, Run
 from scripted_worker import (
     ScriptedWorker,
     finished,
@@ -82,9 +80,8 @@ async def test_prefill_that_finishes_cancels_decode(run, prefill, decode):
 async def test_what_decode_never_gets_is_explained_by_prefill(run, prefill, decode, last):
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     never = Failed(code=KvMissing.code, message="never", http_status=502, retryable=True)
-    waiting = waiting_for_legs()
     await decode_leg.finish(never)
-    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    await run.until_heard("decode", LegFailed)
     if last is not None:
         await prefill_leg.finish(token(0), last)
         assert await run.outcome() == [token(0), last]
@@ -203,7 +200,7 @@ async def test_an_aborted_request_is_not_an_answer(client, prefill, decode, reas
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2])
-async def test_a_generation_that_is_given_up_closes_both_legs(run, prefill, decode, num_events):
+async def test_an_attempt_that_is_given_up_closes_both_legs(run, prefill, decode, num_events):
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     if num_events > 0:
         await prefill_leg.send(token(0), parked())
@@ -214,16 +211,6 @@ async def test_a_generation_that_is_given_up_closes_both_legs(run, prefill, deco
     run.task.cancel()
     await prefill_leg.closed.wait()
     await decode_leg.closed.wait()
-
-
-async def test_no_task_outlives_its_request(run, prefill, decode):
-    prefill_leg, _ = await prefill.next_leg(), await decode.next_leg()
-    await prefill_leg.send(token(0), parked())
-    await run.events.get()
-    assert waiting_for_legs()
-    run.task.cancel()
-    await asyncio.gather(run.task, return_exceptions=True)
-    assert not waiting_for_legs()
 
 
 async def test_one_worker_can_do_it_all(client, stack):

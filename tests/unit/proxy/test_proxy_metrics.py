@@ -9,6 +9,7 @@ from scripted_worker import make_record, token
 
 from neuron_di.wire import Failed
 from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.health import HealthReport
 from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.receipts import AttemptReceipt, Receipt
 from neuron_di_proxy.self_test import PairResult
@@ -38,8 +39,8 @@ async def test_an_answer_is_counted(playing):
     seen = await samples(playing.proxy)
     assert seen["neuron_di_requests_total", "", "length"] == 2
     assert seen["neuron_di_attempts_total", "length"] == 2
-    assert seen["neuron_di_ttft_seconds_count",] == 2
-    assert seen["neuron_di_itl_seconds_count",] == 8
+    assert seen["vllm:time_to_first_token_seconds_count", "tiny"] == 2
+    assert seen["vllm:inter_token_latency_seconds_count", "tiny"] == 8
     assert seen["neuron_di_inflight",] == 0
     assert seen["neuron_di_retry_budget",] == 100
 
@@ -128,11 +129,14 @@ class NoGauges:
     def num_running(self):
         return 3
 
+    def num_waiting(self):
+        return 2
+
     def retry_budget(self):
         return 1.5
 
     def health_reports(self):
-        return []
+        return [HealthReport(make_record("p1", "prefill"), "up", "")]
 
     def pair_results(self):
         return self.results
@@ -148,6 +152,8 @@ def receipt(*attempts, **changes):
         "finish_reason": "stop",
         "num_prompt": 1,
         "num_generated": 1,
+        "num_cached": 0,
+        "queued_s": 0.0,
         "ttft_s": None,
         "itl_mean_s": None,
         "e2e_s": 1.0,

@@ -1,15 +1,15 @@
 import msgspec
 import pytest
+from request_bodies import completion
 from scripted_worker import finished, make_record, receipt, token
 
 from neuron_di.clock import Deadline
 from neuron_di.types import RequestId
 from neuron_di_proxy.attempt import Attempt
-from neuron_di_proxy.openai_request import read_completion
 from neuron_di_proxy.receipts import Continued, ReceiptStore, RequestRecord
 from neuron_di_proxy.route import Pair
 
-REQUEST = read_completion(b'{"model": "tiny", "prompt": "hi", "max_tokens": 5}')
+REQUEST = completion(max_tokens=5).choice(0)
 
 
 def attempt(number=0, *, emitted=(), **changes):

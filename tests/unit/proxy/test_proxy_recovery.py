@@ -1,11 +1,14 @@
 """A worker's death costs latency, not answers. On virtual time, with the default limits."""
 
 import asyncio
+import dataclasses
 
+import msgspec
 import pytest
 from scripted_worker import finished, token
 from virtual_cluster import (
     NUM_TOKENS,
+    REQUEST,
     VirtualCluster,
     VirtualWorker,
     fail_with,
@@ -22,6 +25,7 @@ from neuron_di.errors import (
     CapacityError,
     PeerGone,
 )
+from neuron_di.wire import Finished, Parked, PromptOptions
 from neuron_di_proxy.failure import LegFailed, failure_of
 from neuron_di_proxy.recovery import BUDGET_BURST, RetryBudget
 
@@ -303,3 +307,68 @@ async def test_whoever_failed_or_refused_is_avoided_although_it_is_its_turn(bad,
         (first, second) = asked.attempts()
         assert first[:2] == ("p1", "d1")
         assert second[0 if bad == "p1" else 1] != bad
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+@virtual
+async def test_cached_tokens_are_those_of_the_attempt_that_gave_token_0(after):
+    def with_cached(script, num_cached):
+        async def cached(leg):
+            async for event in script(leg):
+                is_parked = isinstance(event, Parked)
+                yield Parked(num_prompt=5, num_cached=num_cached) if is_parked else event
+
+        return cached
+
+    async with two_by_two() as cluster:
+        broken = fail_with(GONE) if after == 0 else play
+        cluster.workers["p1"].script = with_cached(broken, 3)
+        cluster.workers["p2"].script = with_cached(play, 4)
+        cluster.workers["d1"].script = fail_with(GONE, after=after) if after else play
+        asked = await cluster.ask()
+        assert asked.is_complete
+        assert [each[0] for each in asked.attempts()] == ["p1", "p2"]
+        assert asked.finished.num_cached == (4 if after == 0 else 3)
+        assert asked.record.finished == asked.finished
+
+
+@virtual
+async def test_one_worker_that_does_it_all_says_what_it_had_cached():
+    async def script(leg):
+        async for event in play(leg):
+            if isinstance(event, Finished):
+                event = msgspec.structs.replace(event, num_cached=2)
+            yield event
+
+    async with VirtualCluster(VirtualWorker("b1", "both", script)) as cluster:
+        assert (await cluster.ask()).finished.num_cached == 2
+
+
+@pytest.mark.parametrize(("after", "reports"), [(0, [True, True]), (2, [True, False])])
+@virtual
+async def test_a_prompt_is_reported_until_the_client_has_the_report(after, reports):
+    options = PromptOptions(report=True, logprobs=1, add_special_tokens=False)
+    async with two_by_two() as cluster:
+        cluster.workers["d1"].script = fail_with(GONE, after=after)
+        if after == 0:
+            cluster.workers["p1"].script = silent_after(0)
+        request = dataclasses.replace(REQUEST, options=options)
+        asked = await cluster.ask(request=request)
+        assert asked.is_complete
+        seen = [leg.message.options for leg in cluster.legs if leg.worker_id.startswith("p")]
+        assert [each.report for each in seen] == reports
+        assert [each.logprobs for each in seen] == [1 if each else None for each in reports]
+        assert all(each.add_special_tokens is False for each in seen)
+
+
+@virtual
+async def test_a_token_is_counted_before_it_is_given():
+    async with one_by_one() as cluster:
+        asked = cluster.request()
+        seen = []
+
+        def emit(given):
+            seen.append((given.index, len(asked.record.emitted), asked.record.attempts[-1].number))
+
+        await cluster.runner.run(REQUEST, asked.record, emit)
+        assert seen == [(i, i + 1, 0) for i in range(NUM_TOKENS)]

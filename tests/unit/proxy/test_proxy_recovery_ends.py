@@ -8,7 +8,6 @@ import pytest
 from scripted_worker import parked, token
 from virtual_cluster import (
     NUM_TOKENS,
-    REQUEST,
     TOKEN_S,
     VirtualCluster,
     VirtualWorker,
@@ -23,12 +22,10 @@ from virtual_cluster import (
 from neuron_di.clock import now_s
 from neuron_di.errors import (
     CapacityError,
-    NeuronDiError,
     PeerGone,
     PeerTimeout,
     RemoteProtocolError,
 )
-from neuron_di.wire import Token
 
 GONE = PeerGone("the connection ended")
 
@@ -55,10 +52,11 @@ async def test_a_client_that_leaves_closes_every_leg_in_the_same_turn(at_s):
 async def test_a_client_that_leaves_while_nothing_runs_starts_nothing():
     async with two_by_two() as cluster:
         cluster.workers["d1"].script = fail_with(GONE, after=1)
-        generation = cluster.runner.run(REQUEST, cluster.request().record)
-        assert [(await anext(generation)).index for _ in range(2)] == [0, 1]
-        asking = asyncio.create_task(anext(generation))
-        await asyncio.sleep(1.5 * TOKEN_S)
+        asked = cluster.request()
+        asking = asyncio.create_task(cluster.ask(asked))
+        await asyncio.sleep(2.5 * TOKEN_S)
+        assert asked.indices == [0, 1]
+        await asyncio.sleep(1.0 * TOKEN_S)
         assert cluster.are_all_legs_closed()
         asking.cancel()  # during the back-off
         with suppress(asyncio.CancelledError):
@@ -141,7 +139,7 @@ async def test_whatever_happens_there_is_one_end_and_nothing_is_left_open(seed):
         requests = [cluster.request() for _ in range(6)]
         tasks = []
         for asked in requests:
-            tasks.append(asyncio.create_task(read_to_the_end(cluster, asked)))
+            tasks.append(asyncio.create_task(cluster.ask(asked)))
             await asyncio.sleep(rng.uniform(0, 0.05))
             if rng.random() < 0.5:
                 worker = rng.choice(list(cluster.workers.values()))
@@ -160,18 +158,3 @@ async def test_whatever_happens_there_is_one_end_and_nothing_is_left_open(seed):
         assert cluster.are_all_legs_closed()
         assert all(asked.indices == list(range(len(asked.tokens))) for asked in requests)
         assert not any(watch.legs for watch in cluster.health._watches.values())
-
-
-async def read_to_the_end(cluster, asked):
-    generation = cluster.runner.run(REQUEST, asked.record)
-    try:
-        async for event in generation:
-            assert asked.finished is None
-            if isinstance(event, Token):
-                asked.tokens.append(event)
-            else:
-                asked.finished = event
-    except NeuronDiError as error:
-        asked.error = error
-    finally:
-        await generation.aclose()

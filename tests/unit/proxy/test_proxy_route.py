@@ -226,3 +226,31 @@ def test_an_answer_goes_on_where_its_context_fits():
     assert {(r.prefill.worker_id, r.decode.worker_id) for r in picked} == {("p2", "d1")}
     with pytest.raises(CapacityError, match="context"):
         router.pick("tiny", context_tokens=4097)
+
+
+def test_asking_a_worker_is_nobodys_turn():
+    router = router_over(
+        make_record("p1", "prefill"),
+        make_record("p2", "prefill"),
+        make_record("d1", "decode"),
+        make_record("d2", "decode", state="draining"),
+        make_record("b1", "both", model="other"),
+        p2="frozen",
+    )
+    asked = [router.any_worker("tiny") for _ in range(4)]
+    assert {record.worker_id for record in asked} == {"p1", "d1"}
+    left = router.any_worker("tiny", avoid={process_of(asked[0])})
+    assert left.worker_id != asked[0].worker_id
+    with pytest.raises(CapacityError):
+        router.any_worker("tiny", avoid={process_of(record) for record in asked})
+    with pytest.raises(ModelNotFound):
+        router.any_worker("none")
+
+    asking = router_over(
+        *(make_record(w, "prefill") for w in ("p1", "p2")), make_record("d1", "decode")
+    )
+    prefills = []
+    for _ in range(4):
+        asking.any_worker("tiny")
+        prefills.append(asking.pick("tiny").prefill.worker_id)
+    assert prefills == ["p1", "p2", "p1", "p2"]

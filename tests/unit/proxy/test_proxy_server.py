@@ -9,6 +9,7 @@ import pytest
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, parked, released, token
 
+from neuron_di.config import FrontOptions
 from neuron_di.errors import ConfigError
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.server import bind
@@ -25,8 +26,8 @@ def test_a_port_in_use_is_said():
 
 
 def test_an_address_that_is_not_ours_is_said():
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        bind(ProxyConfig(host="192.0.2.1", port=0))
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        bind(ProxyConfig(host="192.0.2.1", port=0, front=FrontOptions(insecure=True)))
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only some systems have it")
@@ -34,6 +35,41 @@ def test_the_system_ends_connections_that_are_never_read():
     config = ProxyConfig(port=0, limits=replace(AT_ONCE, send_timeout_s=3.0))
     with contextlib.closing(bind(config)) as sock:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 6000
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "some-name"])
+def test_b56_an_address_that_others_reach_needs_keys_or_an_operator_who_insists(host):
+    with pytest.raises(ConfigError, match=f"{host} can be reached.*--api-keys.*--insecure"):
+        bind(ProxyConfig(host=host, port=0))
+
+
+def test_b56_an_operator_who_insists_serves_everybody():
+    config = ProxyConfig(host="0.0.0.0", port=0, front=FrontOptions(insecure=True))
+    with contextlib.closing(bind(config)) as sock:
+        assert sock.getsockname()[0] == "0.0.0.0"
+
+
+def test_b56_with_keys_any_address_will_do():
+    config = ProxyConfig(host="0.0.0.0", port=0, front=FrontOptions(api_keys="keys.toml"))
+    with contextlib.closing(bind(config)) as sock:
+        assert sock.getsockname()[0] == "0.0.0.0"
+
+
+def test_b56_without_options_only_this_machine_is_served():
+    assert ProxyConfig().host == "127.0.0.1"
+    for host in ("127.0.0.1", "127.0.0.2", "localhost"):
+        with contextlib.closing(bind(ProxyConfig(host=host, port=0))) as sock:
+            assert sock.getsockname()[0].startswith("127.")
+
+
+def test_several_processes_share_a_port_that_no_other_proxy_has():
+    config = ProxyConfig(port=0, front=FrontOptions(processes=2))
+    with contextlib.closing(bind(config)) as first:
+        same = replace(config, port=first.getsockname()[1])
+        with contextlib.closing(bind(same, is_first=False)) as second:
+            assert second.getsockname() == first.getsockname()
+        with pytest.raises(ConfigError, match="in use"):
+            bind(same)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this host has no IPv6")

@@ -2,9 +2,10 @@
 
 import asyncio
 import functools
+import logging
 import random
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from typing import Any, Self
 
 import msgspec
@@ -16,18 +17,33 @@ from neuron_di.config import LimitOptions
 from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout
 from neuron_di.testing.virtual_loop import VirtualLoop
 from neuron_di.types import Incarnation, RequestId
-from neuron_di.wire import Failed, Finished, PrefillLeg, Token, WorkerRecord, WorkerStatus
+from neuron_di.wire import (
+    Failed,
+    Finished,
+    PrefillLeg,
+    Released,
+    SamplingParams,
+    Token,
+    WorkerRecord,
+    WorkerStatus,
+)
+from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.failure import LegFailed
 from neuron_di_proxy.health import Health
-from neuron_di_proxy.openai_request import read_completion
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.route import Router
 from neuron_di_proxy.self_test import PairBook, SelfTest
+from neuron_di_proxy.workers import Hear
 
 TOKEN_S = 0.01  # virtual seconds that a worker needs for one
-REQUEST = read_completion(b'{"model": "tiny", "prompt": "hi", "max_tokens": 8}')
 NUM_TOKENS = 8
+REQUEST = ChoiceRequest(
+    endpoint="completions",
+    model="tiny",
+    prompt=msgspec.Raw(b'"hi"'),
+    sampling=SamplingParams(max_tokens=NUM_TOKENS),
+)
 
 
 def virtual(test):
@@ -41,6 +57,7 @@ def virtual(test):
             assert loop.errors == []
         finally:
             loop.close()
+            logging.disable(logging.NOTSET)  # which closing turned off
 
     return run
 
@@ -55,7 +72,7 @@ class VirtualLeg:
         self.message = message
         self.is_closed = False
         self._said: asyncio.Queue[Any] = asyncio.Queue()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def first_index(self) -> int:
@@ -65,31 +82,31 @@ class VirtualLeg:
     def say(self, event: Any) -> None:
         self._said.put_nowait(event)
 
-    async def next(self) -> Any:
-        if self.is_closed:
-            raise PeerGone("this leg was closed")
-        if self._task is None:
-            if self.worker.is_gone:
-                raise PeerGone(f"worker {self.worker_id} is gone")
+    def open(self, hear: Hear) -> None:
+        if self.worker.is_gone:
+            self.say(PeerGone(f"worker {self.worker_id} is gone"))
+        else:
             self.worker.legs.append(self)
-            self._task = asyncio.create_task(self._play())
-        event = await self._said.get()
-        await self.worker.thawed.wait()
-        if isinstance(event, Failed):
-            raise LegFailed(event)
-        if isinstance(event, Exception):
-            raise event
-        return event
+            self._tasks.append(asyncio.create_task(self._play()))
+        self._tasks.append(asyncio.create_task(self._deliver(hear)))
 
     def close(self) -> None:
         self.is_closed = True
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def _play(self) -> None:
         async for event in self.worker.script(self):
             await self.worker.thawed.wait()
             self.say(event)
+
+    async def _deliver(self, hear: Hear) -> None:
+        is_over = False
+        while not is_over:
+            event = await self._said.get()
+            await self.worker.thawed.wait()
+            is_over = isinstance(event, Exception | Failed | Finished | Released)
+            hear(LegFailed(event) if isinstance(event, Failed) else event)
 
 
 Script = Callable[[VirtualLeg], AsyncGenerator[Any, None]]
@@ -230,6 +247,12 @@ class Asked:
         self.finished: Finished | None = None
         self.error: NeuronDiError | None = None
 
+    def take(self, token: Token) -> None:
+        assert self.finished is None
+        assert self.error is None
+        self.tokens.append(token)
+        self.times_s.append(now_s())
+
     @property
     def indices(self) -> list[int]:
         return [each.index for each in self.tokens]
@@ -288,16 +311,10 @@ class VirtualCluster:
     def are_all_legs_closed(self) -> bool:
         return all(leg.is_closed for leg in self.legs)
 
-    async def ask(self, asked: Asked | None = None) -> Asked:
+    async def ask(self, asked: Asked | None = None, request: ChoiceRequest = REQUEST) -> Asked:
         asked = asked or self.request()
         try:
-            async with aclosing(self.runner.run(REQUEST, asked.record)) as events:
-                async for event in events:
-                    if isinstance(event, Finished):
-                        asked.finished = event
-                    else:
-                        asked.tokens.append(event)
-                        asked.times_s.append(now_s())
+            asked.finished = await self.runner.run(request, asked.record, asked.take)
         except NeuronDiError as error:
             asked.error = error
         mine = asked.record.request_id

@@ -11,10 +11,12 @@ from neuron_di.errors import (
     PeerTimeout,
     RemoteProtocolError,
 )
-from neuron_di.registry import RegistryClient, RegistryServer, Snapshot
+from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer, Snapshot
 from neuron_di.wire import (
+    RECORD_BYTES_MAX,
     GrantLease,
     KeyPut,
+    KeysListed,
     LeaseGranted,
     encode_msgpack,
     registry_call_decoder,
@@ -125,3 +127,68 @@ async def test_what_is_no_address_is_a_config_error(address):
     with pytest.raises(ConfigError, match="is not the address of a registry"):
         async with RegistryClient(address):
             pass
+
+
+async def test_a_watch_over_the_link_says_what_there_is_again_and_again(registry):
+    async with (
+        RegistryServer(registry, LOOPBACK) as server,
+        RegistryClient(server.address) as client,
+    ):
+        watch = client.watch("/a")
+        assert await anext(watch) == Snapshot({})
+        lease = await client.grant(10)
+        await client.put("/a/1", b"one", lease)
+        assert await anext(watch) == Snapshot({"/a/1": b"one"})
+        await client.put("/b/1", b"other", lease)
+        await client.put("/a/2", b"two", lease)
+        assert await anext(watch) == Snapshot({"/a/1": b"one", "/a/2": b"two"})
+        await client.revoke(lease)
+        assert await anext(watch) == Snapshot({})
+        await watch.aclose()
+
+
+async def test_a_watch_reads_more_than_fits_into_one_message(registry):
+    values = {f"/a/{number}": bytes([number]) * RECORD_BYTES_MAX for number in range(5)}
+    lease = await registry.grant(10)
+    for key, value in values.items():
+        await registry.put(key, value, lease)
+    async with (
+        RegistryServer(registry, LOOPBACK) as server,
+        RegistryClient(server.address) as client,
+    ):
+        watch = client.watch("/a")
+        assert await anext(watch) == Snapshot(values)
+        await watch.aclose()
+
+
+async def test_a_watch_outlives_the_registry_and_hears_its_successor(registry):
+    async with RegistryServer(registry, LOOPBACK) as server:
+        address = server.address
+        client = await RegistryClient(address, call_timeout_s=0.2).__aenter__()
+        watch = client.watch("/")
+        lease = await registry.grant(10)
+        await registry.put("/a", b"old", lease)
+        assert await anext(watch) == Snapshot({"/a": b"old"})
+    hearing = asyncio.create_task(anext(watch))
+    successor = EmbeddedRegistry()
+    async with RegistryServer(successor, address):
+        lease = await successor.grant(10)
+        await successor.put("/a", b"new", lease)
+        while await hearing == Snapshot({}):  # it may have been asked before the key was put
+            hearing = asyncio.create_task(anext(watch))
+        assert hearing.result() == Snapshot({"/a": b"new"})
+        await watch.aclose()
+        await client.__aexit__(None, None, None)
+
+
+async def test_pages_that_do_not_go_on_are_no_answer(router):
+    address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    async with RegistryClient(address) as client:
+        listing = asyncio.create_task(client._all("/", ""))
+        for _ in range(2):
+            name, raw = await router.recv_multipart()
+            call = registry_call_decoder.decode(raw).call
+            page = KeysListed(call=call, version="v", values={"/a": b""}, is_last=False)
+            await router.send_multipart([name, encode_msgpack(page)])
+        with pytest.raises(RemoteProtocolError, match="do not go on"):
+            await listing

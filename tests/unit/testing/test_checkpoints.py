@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from neuron_di.models import ModelSpec
 from neuron_di.testing import write_random_checkpoint
+from neuron_di.testing.checkpoints import TOOL_CHAT_TEMPLATE
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -42,3 +43,29 @@ def test_same_arguments_same_weights(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(one[name], same[name])
     assert not torch.equal(one[name], other[name])
+
+
+def test_a_checkpoint_may_take_tools_and_reason(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, "llama", chat_template=TOOL_CHAT_TEMPLATE)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ask = {"role": "user", "content": "hi"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+    chat = tokenizer.apply_chat_template(
+        [
+            ask,
+            {"role": "assistant", "content": "<think>\nhm</think>\nwait", "tool_calls": [call]},
+            {"role": "tool", "content": "21"},
+        ],
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=True,
+    )
+    assert chat == (
+        '<|im_start|>system\n# Tools\n<tools>\n{"type": "function", "function": {"name": "f"}}'
+        '\n</tools>\nAnswer with <tool_call>\n{"name": <name>, "arguments": <object>}\n'
+        "</tool_call><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nwait\n"
+        '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n21\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n"
+    )

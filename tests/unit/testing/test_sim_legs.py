@@ -7,7 +7,7 @@ import pytest
 from neuron_di.errors import PeerGone, PeerTimeout
 from neuron_di.testing.faults import Faults
 from neuron_di.testing.sim_cluster import Cluster
-from neuron_di.testing.sim_legs import SimWorkers
+from neuron_di.testing.sim_legs import ORPHAN_S, SimWorkers
 from neuron_di.testing.sim_options import default_options
 from neuron_di.testing.sim_worker import PROXY
 from neuron_di.testing.virtual_loop import silenced
@@ -46,17 +46,33 @@ def run(scenario, rates):
     cluster.loop.close()
 
 
-def open_leg(cluster, workers, *, number=10):
+def open_leg(cluster, workers, *, number=10, request_id="r"):
     want = wanted(number)
     leg = PrefillLeg(
-        request_id="r",
+        request_id=request_id,
         attempt=0,
         endpoint="completions",
         prompt=msgspec.Raw(msgspec.json.encode(want.prompt_ids)),
         sampling=want.sampling,
         timeout_s=60.0,
     )
-    return workers.open_leg(cluster.workers[0].worker.record(), "whole", leg), want
+    return Heard(workers.open_leg(cluster.workers[0].worker.record(), "whole", leg)), want
+
+
+class Heard:
+    """An open leg, whose events are taken one at a time."""
+
+    def __init__(self, leg):
+        self.leg = leg
+        self._said = asyncio.Queue()
+        leg.open(self._said.put_nowait)
+        assert self._said.empty()  # nothing is heard from within `open`
+
+    async def next(self):
+        said = await self._said.get()
+        if isinstance(said, Exception):
+            raise said
+        return said
 
 
 async def all_of(leg):
@@ -64,6 +80,11 @@ async def all_of(leg):
     while isinstance(events[-1], Token):
         events.append(await leg.next())
     return events
+
+
+async def read_on(leg, events):
+    while True:
+        events.append(await leg.next())
 
 
 def test_a_leg_says_what_the_worker_says():
@@ -94,8 +115,8 @@ def test_a_closed_leg_ends_at_its_worker():
         leg, _ = open_leg(cluster, workers, number=42)
         await leg.next()
         assert len(cluster.workers[0].worker.legs) == 1
-        leg.close()
-        leg.close()
+        leg.leg.close()
+        leg.leg.close()
         await asyncio.sleep(0.1)
         assert len(cluster.workers[0].worker.legs) == 0
 
@@ -113,7 +134,7 @@ def test_a_killed_worker_is_gone():
         with pytest.raises(PeerGone):
             await workers.status(record)
         with pytest.raises(PeerGone):
-            await workers.open_leg(record, "whole", leg._leg).next()
+            await Heard(workers.open_leg(record, "whole", leg.leg.document)).next()
 
     simulate(scenario)
 
@@ -163,6 +184,58 @@ def test_a_reset_connection_ends_both_sides():
         assert len(cluster.workers[0].worker.legs) == 0
 
     simulate(scenario, {"leg reset": 1.0})
+
+
+def test_all_legs_at_a_worker_share_one_connection_and_its_end():
+    async def scenario(cluster, workers):
+        legs = [
+            open_leg(cluster, workers, number=number, request_id=f"r{number}")[0]
+            for number in (42, 43)
+        ]
+        cluster.faults.once = {"leg reset": 1}
+        for leg in legs:
+            with pytest.raises(PeerGone):
+                await all_of(leg)
+        await asyncio.sleep(0.1)
+        assert len(cluster.workers[0].worker.legs) == 0
+        another, want = open_leg(cluster, workers, request_id="another")  # and a new connection
+        *tokens, _ = await all_of(another)
+        assert tuple(tokens) == want.answer.tokens
+
+    simulate(scenario)
+
+
+def test_a_closed_leg_leaves_the_others_alone():
+    async def scenario(cluster, workers):
+        legs = [
+            open_leg(cluster, workers, number=number, request_id=f"r{number}")
+            for number in (42, 43)
+        ]
+        await legs[0][0].next()
+        legs[0][0].leg.close()
+        *tokens, _ = await all_of(legs[1][0])
+        assert tuple(tokens) == legs[1][1].answer.tokens
+        assert legs[0][0]._said.empty()
+
+    simulate(scenario)
+
+
+def test_nothing_follows_what_a_lossy_cut_swallowed():
+    async def scenario(cluster, workers):
+        place = cluster.workers[0]
+        leg, _ = open_leg(cluster, workers, number=42)
+        first = await leg.next()
+        cluster.network.cut(place.name, PROXY, is_lossy=True)
+        await asyncio.sleep(0.02)
+        cluster.network.mend(place.name, PROXY)
+        later = []
+        with pytest.raises(PeerTimeout):
+            await read_on(leg, later)
+        assert [each.index for each in (first, *later)] == list(range(1 + len(later)))
+        await asyncio.sleep(2 * ORPHAN_S)
+        assert len(place.worker.legs) == 0
+
+    simulate(scenario)
 
 
 def test_a_connection_may_be_refused():

@@ -30,7 +30,7 @@ from neuron_di.wire import (
 )
 
 RECEIPT = LegReceipt(worker_id=WorkerId("p"), role="prefill", pid=3, prefill_s=0.25, link="shm")
-LOGPROB = TokenLogprob(text="\ufffd", logprob=-0.5, token_bytes=[0xE2, 0x82])
+LOGPROB = TokenLogprob(text="\ufffd", logprob=-0.5, token_bytes=[0xE2, 0x82], token_id=5)
 EVENTS = [
     Token(index=0, token_id=5, text="é\n", logprobs=TokenLogprobs(LOGPROB, [LOGPROB])),
     Token(index=1, token_id=6, text=""),

@@ -1,41 +1,165 @@
-"""A leg that has nothing to say yet still shows that its worker lives."""
+"""The worker's port: legs and HTTP side by side, and how each leg ends."""
 
 import asyncio
+import socket
 
 import aiohttp
 import pytest
-from aiohttp import web
+from link_kit import WAIT_S, LinkServer, RawLink
+from worker_kit import PROMPT, is_at_rest, prefill_leg, until
 
-from neuron_di.worker import server
+from neuron_di.errors import ConfigError, KvMissing
+from neuron_di.types import WorkerId
+from neuron_di.wire import (
+    Failed,
+    Finished,
+    LegReceipt,
+    Parked,
+    encode_json,
+    prefill_leg_decoder,
+    status_decoder,
+)
+from neuron_di.wire.leg_link import CloseLeg, OpenLeg
+from neuron_di.worker.server import LegAnswers, listening
+
+RECEIPT = LegReceipt(worker_id=WorkerId("w"), role="both", pid=1)
+FINISHED = Finished(reason="length", num_prompt=1, num_generated=1, receipt=RECEIPT)
 
 
-async def test_a_silent_leg_sends_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "ALIVE_INTERVAL_S", 0.01)
-    goes_on = asyncio.Event()
+async def events_of(link, number=0):
+    """The rest of a leg: its token ids, and its other events."""
+    token_ids, events = [], []
+    while not (events and isinstance(events[-1], Failed | Finished)):
+        told = await link.next()
+        token_ids += [token_id for leg, _, token_id, _ in told.tokens if leg == number]
+        events += [event for leg, event in told.events if leg == number]
+    return token_ids, events
 
-    async def handle(request: web.Request) -> web.StreamResponse:
-        answer = web.StreamResponse()
-        await answer.prepare(request)
-        async with server._kept_alive(answer):
-            await goes_on.wait()
-        await answer.write(b"last\n")
-        await answer.write_eof()
-        return answer
 
-    app = web.Application()
-    app.router.add_get("/", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-        async with (
-            asyncio.timeout(10),
-            aiohttp.ClientSession() as session,
-            session.get(url) as response,
-        ):
-            assert [await response.content.readline() for _ in range(3)] == [b"\n"] * 3
-            goes_on.set()
-            assert (await response.content.read()).replace(b"\n", b"") == b"last"
-    finally:
-        await runner.cleanup()
+async def failure(run, *, kind="whole", document=None, **options):
+    """What the proxy hears of a leg that `run` answers."""
+    answers = LegAnswers({"whole": (prefill_leg_decoder, run)}, **options)
+    if document is None:
+        document = encode_json(prefill_leg("r"))
+    async with LinkServer(open_here=answers.open) as server, RawLink(server.port) as link:
+        link.send(OpenLeg(0, kind, document))
+        _, (event,) = await events_of(link)
+        return event
+
+
+async def complete(leg):
+    yield FINISHED
+
+
+async def raises_an_error(leg):
+    raise KvMissing("it is not here", param="p")
+    yield
+
+
+async def crashes(leg):
+    raise ZeroDivisionError("a secret")
+    yield
+
+
+async def stops_short(leg):
+    return
+    yield
+
+
+async def test_a_leg_that_fails_says_why():
+    failed = await failure(raises_an_error)
+    assert (failed.code, failed.message, failed.param) == ("kv_missing", "it is not here", "p")
+    assert (failed.http_status, failed.fault) == (502, "peer")
+
+
+@pytest.mark.parametrize("run", [crashes, stops_short])
+async def test_a_leg_that_ends_by_a_bug_says_only_that(run):
+    failed = await failure(run)
+    assert failed.code == "internal_error"
+    assert "secret" not in failed.message
+
+
+async def test_a_worker_that_drains_refuses():
+    assert (await failure(complete, is_draining=lambda: True)).code == "over_capacity"
+    assert await failure(complete, is_draining=lambda: False) == FINISHED
+
+
+async def test_a_leg_of_a_kind_that_this_worker_does_not_answer():
+    failed = await failure(complete, kind="decode")
+    assert (failed.code, failed.message) == ("worker_failed", "this worker answers no decode legs")
+
+
+@pytest.mark.parametrize("document", [b"", b"nonsense", b"{}", b"\xff", b"[" * 100_000])
+async def test_a_leg_that_cannot_be_read(document):
+    assert (await failure(complete, document=document)).code == "remote_protocol_error"
+
+
+async def test_a_worker_serves_legs_and_http_at_one_port(workers):
+    worker = workers.start("both")
+    async with listening(worker, "127.0.0.1", 0) as port, aiohttp.ClientSession() as http:
+        url = f"http://127.0.0.1:{port}"
+        async with RawLink(port) as link:
+            link.send(OpenLeg(0, "whole", encode_json(prefill_leg("r", max_tokens=5))))
+            token_ids, (finished,) = await events_of(link)
+            assert (len(token_ids), finished.num_prompt) == (5, len(PROMPT))
+            for _ in range(2):  # on one connection
+                async with http.get(f"{url}/status") as response:
+                    status = status_decoder.decode(await response.read())
+                    assert status.record.worker_id == worker.worker_id
+            async with http.get(f"{url}/legs/whole") as response:
+                assert response.status == 404
+
+            worker.set_state("draining")
+            link.send(OpenLeg(1, "whole", encode_json(prefill_leg("t"))))
+            _, (failed,) = await events_of(link, 1)
+            assert (failed.code, failed.message) == ("over_capacity", "this worker is draining")
+
+
+async def test_a_request_in_pieces_is_http(workers):
+    worker = workers.start("both")
+    async with listening(worker, "127.0.0.1", 0) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for piece in (b"G", b"ET /status HT", b"TP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(WAIT_S):
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def parked_leg(link, number):
+    """A leg that goes on until it is ended: its KV waits for a decode worker."""
+    link.send(OpenLeg(number, "prefill", encode_json(prefill_leg(f"r{number}"))))
+    while not any(isinstance(event, Parked) for _, event in (await link.next()).events):
+        pass
+
+
+async def test_a_leg_that_the_proxy_closes_lets_go(prefill):
+    async with listening(prefill, "127.0.0.1", 0) as port, RawLink(port) as link:
+        await parked_leg(link, 0)
+        assert not is_at_rest(prefill)
+        link.send(CloseLeg(0))
+        await until(lambda: is_at_rest(prefill))
+        await parked_leg(link, 1)
+        link.writer.transport.abort()
+        await until(lambda: is_at_rest(prefill))
+
+
+async def test_when_it_ends_its_legs_have_let_go(prefill):
+    async with listening(prefill, "127.0.0.1", 0) as port, RawLink(port) as link:
+        await parked_leg(link, 0)
+        assert len(prefill.legs) == 1
+    assert len(prefill.legs) == 0
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+async def test_an_address_that_is_taken(workers):
+    worker = workers.start("both")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: "):
+            async with listening(worker, "127.0.0.1", port):
+                pass

@@ -1,0 +1,149 @@
+"""What a proxy costs: CPU per relayed token, latency it adds, and memory, beside other proxies.
+
+Stub workers make a token per tick for each open stream; the contenders take turns in front of them,
+round by round. Each load is a fixed number of requests, so that what a request costs and what a
+token costs are both in CPU per token, in the proportion that the reply's length gives them.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.contenders import proxies
+from benchmarks.contenders.proxies import ProxyCommand, StubPorts
+from benchmarks.provenance import command_line, commit_description, machine_description
+from benchmarks.proxy_load import Load
+from benchmarks.proxy_plot import plot_proxies
+from benchmarks.proxy_process import (
+    RunningProxy,
+    allow_many_connections,
+    free_ports,
+    running,
+    stub_workers,
+)
+from benchmarks.proxy_report import Cell, ProxyReport, Sample, print_report, write_report
+from benchmarks.proxy_stub import PREFILL_S
+
+MODULE = "benchmarks.proxy"
+_PEER_NAMES = ("direct", "nginx", "vLLM demo", "vllm-router", "sglang-router", "neuron-di")
+
+
+def main() -> int:
+    parser = make_parser()
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    console.width = max(console.width, 120)
+    allow_many_connections()
+    report = ProxyReport(
+        command=command_line(MODULE, options, parser.parse_args([])),
+        machine=machine_description(),
+        commit=commit_description(),
+        tick_ms=options.tick_ms,
+        prefill_ms=PREFILL_S * 1000,
+    )
+    console.print(f"[dim]{report.machine}\n{report.command}[/dim]", soft_wrap=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-proxy-") as folder,
+        stub_workers(options.tick_ms / 1000) as stubs,
+    ):
+        commands = contenders(options, stubs, Path(folder), console)
+        report.notes = {command.name: command.note for command in commands}
+        with running(commands) as started, console.status("") as status:
+            cells = cells_of(options)
+            for number, cell in itertools.product(range(1, options.rounds + 1), cells):
+                for proxy in started if number % 2 else reversed(started):
+                    status.update(f"round {number}, {cell}: {proxy.name}")
+                    report.samples.append(sample(proxy, cell, number, options))
+    print_report(console, report)
+    write_report(report, options.results)
+    plot_proxies(report, options.results / "proxy.png")
+    console.print(f"written: proxy.md, .json, .png in {options.results}")
+    return 0 if report.is_kept() else 1
+
+
+def contenders(
+    options: argparse.Namespace, stubs: StubPorts, folder: Path, console: Console
+) -> list[ProxyCommand]:
+    """Those that are wanted and there; a line about each that is not there."""
+    ports = iter(free_ports(8))
+    found: list[ProxyCommand] = []
+    missing = {"vLLM demo": "--demo-proxy", "vllm-router": "--vllm-router"}
+    missing["sglang-router"] = "--sglang-python"
+    missing["nginx"] = "install it"
+    for name in options.contenders:
+        port = next(ports)
+        command: ProxyCommand | None = None
+        if name == "direct":
+            command = proxies.direct(stubs, port)
+        elif name == "neuron-di":
+            command = proxies.ours(stubs, port)
+        elif name == "nginx":
+            command = proxies.nginx(stubs, port, folder)
+        elif name == "sglang-router" and options.sglang_python is not None:
+            command = proxies.sglang_router(stubs, port, options.sglang_python, next(ports))
+        elif name == "vllm-router" and options.vllm_router is not None:
+            command = proxies.vllm_router(stubs, port, options.vllm_router, next(ports))
+        elif name == "vLLM demo" and options.demo_proxy is not None:
+            python = options.demo_python or Path(sys.executable)
+            command = proxies.vllm_demo(stubs, port, python, options.demo_proxy)
+        if command is None:
+            console.print(f"[dim]without {name}: {missing[name]}[/dim]")
+        else:
+            found.append(command)
+    return found
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """Streams by replies with the first prompt length; then every prompt length."""
+    by_streams = [
+        Cell(streams, reply, options.prompts[0])
+        for reply, streams in itertools.product(options.replies, options.streams)
+    ]
+    by_prompt = [Cell(options.prompt_streams, options.replies[0], each) for each in options.prompts]
+    return list(dict.fromkeys(by_streams + by_prompt))
+
+
+def sample(proxy: RunningProxy, cell: Cell, number: int, options: argparse.Namespace) -> Sample:
+    """One load on one proxy."""
+    expected_s = PREFILL_S + (cell.reply_tokens - 1) * options.tick_ms / 1000
+    load = Load(
+        port=0,
+        streams=cell.streams,
+        requests=max(1, round(options.cell_s / expected_s)),
+        reply_tokens=cell.reply_tokens,
+        prompt_tokens=cell.prompt_tokens,
+        timeout_s=20 + 10 * max(options.cell_s, expected_s),
+    )
+    return Sample.of(proxy.name, cell, number, proxy.measure(load))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256, 1000])
+    parser.add_argument("--replies", type=int, nargs="+", default=[8, 128], help="tokens")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[1000, 10_000, 40_000, 100_000], help="tokens"
+    )
+    parser.add_argument("--prompt-streams", type=int, default=16, help="with those prompts")
+    parser.add_argument("--cell-s", type=float, default=3.0, help="a load lasts at least so long")
+    parser.add_argument("--tick-ms", type=float, default=40.0, help="a step of the stub workers")
+    parser.add_argument("--contenders", nargs="+", default=list(_PEER_NAMES), choices=_PEER_NAMES)
+    parser.add_argument("--sglang-python", type=Path, help="a Python that has sglang-router")
+    parser.add_argument("--vllm-router", type=Path, help="the program of that name")
+    parser.add_argument(
+        "--demo-proxy", type=Path, help="vLLM's Quart example for prefill and decode"
+    )
+    parser.add_argument("--demo-python", type=Path, help="a Python that has what it imports")
+    parser.add_argument(
+        "--results", type=Path, default=Path(__file__).parent / "results", help="folder to write to"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

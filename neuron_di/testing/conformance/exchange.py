@@ -1,0 +1,117 @@
+"""One request to one endpoint, and what came back, byte by byte.
+
+The client knows HTTP and nothing of OpenAI's documents: how a stream is framed is part of what is
+looked at, so nobody may mend it on the way.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+
+from neuron_di.errors import PeerError, PeerGone, PeerTimeout
+
+Json = dict[str, Any]
+Side = Literal["A", "B"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What to send. `body` is sent as JSON, or as it is where it is bytes."""
+
+    path: str
+    body: Json | bytes | None = None
+    method: Literal["GET", "POST"] = "POST"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """A response. `headers` by lower-case name; `body` as it came, without HTTP's framing."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def content_type(self) -> str:
+        """Without its parameters."""
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    def document(self) -> Any:
+        """The body as JSON; None where it is none."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError):
+            return None
+
+
+class Endpoint:
+    """An OpenAI endpoint. `url` may end with `/v1` or not. The session is its caller's."""
+
+    def __init__(
+        self,
+        side: Side,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        model: str = "",
+        key: str | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self.side: Side = side
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.model = model
+        self._session = session
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+
+    async def send(self, ask: Ask) -> Heard:
+        """Send and read to the end. Raises PeerGone or PeerTimeout where no response comes.
+
+        A response that breaks off is a response: its body ends where the connection did.
+        """
+        data = ask.body if ask.body is None or isinstance(ask.body, bytes) else to_bytes(ask.body)
+        headers = {"Content-Type": "application/json", **self._headers, **ask.headers}
+        try:
+            async with self._session.request(
+                ask.method, self.url + ask.path, data=data, headers=headers, timeout=self._timeout
+            ) as response:
+                body = await _read(response)
+                known = {name.lower(): value for name, value in response.headers.items()}
+                return Heard(status=response.status, headers=known, body=body)
+        except TimeoutError:
+            raise PeerTimeout(f"{self.url} did not answer in {self._timeout.total:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PeerGone(f"no endpoint answers at {self.url}: {error}") from None
+
+    async def find_model(self) -> Json:
+        """The entry of /v1/models for `model`, or the first one, which becomes `model`."""
+        document = (await self.send(Ask(path="/v1/models", method="GET"))).document()
+        entries = document.get("data") if isinstance(document, dict) else None
+        known = [each for each in entries or () if isinstance(each, dict) and "id" in each]
+        if not known:
+            raise PeerError(f"{self.url} lists no model at /v1/models")
+        named = [each for each in known if each["id"] == self.model]
+        if self.model and not named:
+            raise PeerError(f"{self.url} has no model {self.model!r}")
+        entry: Json = (named or known)[0]
+        self.model = str(entry["id"])
+        return entry
+
+
+def to_bytes(document: Any) -> bytes:
+    """A document as a request's body."""
+    return json.dumps(document).encode()
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    pieces: list[bytes] = []
+    try:
+        async for piece in response.content.iter_any():
+            pieces.append(piece)
+    except aiohttp.ClientPayloadError:
+        pass  # it was cut: what there is shows where
+    return b"".join(pieces)

@@ -1,0 +1,148 @@
+"""The body of POST /v1/chat/completions."""
+
+import re
+
+import msgspec
+
+from neuron_di.errors import BadRequest
+from neuron_di.wire import Grammar, PromptOptions
+from neuron_di.wire.legs import JSON_NULL
+from neuron_di_proxy.client_request import ClientRequest
+from neuron_di_proxy.field_rules import (
+    TraitsOf,
+    choices_of,
+    grammar_of,
+    keep_last_of,
+    sampling_of,
+    take_fields,
+    usage_of,
+)
+from neuron_di_proxy.json_object import read_members
+from neuron_di_proxy.model_traits import ModelTraits
+from neuron_di_proxy.request_fields import ChatFields, given
+from neuron_di_proxy.tool_calls import ToolUse, read_tools, tool_grammar
+
+TEMPLATE_KWARGS_MAX = 64
+
+_LIST_OF_OBJECTS = re.compile(rb"\[[ \t\r\n]*\{")
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+
+
+def read_chat(body: bytes, *, choices_max: int, traits_of: TraitsOf) -> ClientRequest:
+    """Read the body of POST /v1/chat/completions. Raises BadRequest, which names the field.
+
+    `traits_of` says what is known of a model, and raises what it is refused for.
+    """
+    fields, unread = take_fields("chat", ChatFields, body)
+    if "messages" not in unread:
+        raise BadRequest("`messages` is missing", param="messages")
+    for name, raw in unread.items():
+        if _LIST_OF_OBJECTS.match(memoryview(raw)) is None:
+            what = "message" if name == "messages" else "document"
+            raise BadRequest(f"`{name}` must be a list of at least one {what}", param=name)
+    n = choices_of(fields, 1, choices_max)
+    traits = traits_of(fields.model)
+    tools = read_tools(
+        given(fields.tools), given(fields.tool_choice), fields.parallel_tool_calls, traits
+    )
+    max_tokens = _max_tokens(fields)
+    sampling = sampling_of(
+        fields,
+        traits,
+        max_tokens=max_tokens,
+        logprobs=_logprobs(fields),
+        grammar=_grammar(fields, tools, traits),
+    )
+    if tools is not None and tools.keeps_special_tokens:
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+    include_usage, continuous_usage = usage_of(fields)
+    return ClientRequest(
+        endpoint="chat",
+        model=fields.model,
+        prompts=(unread["messages"],),
+        sampling=sampling,
+        options=PromptOptions(
+            tools=JSON_NULL if tools is None else tools.tools,
+            documents=unread.get("documents", JSON_NULL),
+            template_kwargs=fields.chat_template_kwargs,
+            add_generation_prompt=_adds_generation_prompt(fields),
+            continue_final_message=bool(fields.continue_final_message),
+            add_special_tokens=fields.add_special_tokens,
+            keep_last_tokens=keep_last_of(fields, traits, max_tokens),
+            # The report says how many tokens the prompt has before the request is over.
+            report=bool(
+                fields.return_token_ids or continuous_usage or fields.prompt_logprobs is not None
+            ),
+            logprobs=fields.prompt_logprobs,
+        ),
+        n=n,
+        stream=bool(fields.stream),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        return_token_ids=bool(fields.return_token_ids),
+        tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+        prompt_logprobs=fields.prompt_logprobs,
+        tools=tools,
+    )
+
+
+def _max_tokens(fields: ChatFields) -> int | None:
+    """A chat's limit has two names. None: to the end of the context."""
+    if fields.max_completion_tokens is None:
+        return fields.max_tokens
+    if fields.max_tokens not in (None, fields.max_completion_tokens):
+        raise BadRequest(
+            "`max_tokens` and `max_completion_tokens` differ", param="max_completion_tokens"
+        )
+    return fields.max_completion_tokens
+
+
+def _logprobs(fields: ChatFields) -> int | None:
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs is not None:
+        raise BadRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
+    return None
+
+
+def _adds_generation_prompt(fields: ChatFields) -> bool:
+    if not fields.continue_final_message:
+        return fields.add_generation_prompt is not False
+    if fields.add_generation_prompt:
+        raise BadRequest(
+            "`continue_final_message` and `add_generation_prompt` cannot both be true",
+            param="continue_final_message",
+        )
+    return False
+
+
+def _begins_with_reasoning(fields: ChatFields) -> bool:
+    """Whether a model that can reason does so before it answers, as the client has it."""
+    switches: dict[str, msgspec.Raw] = {}
+    template_kwargs = given(fields.chat_template_kwargs)
+    if template_kwargs is not None:
+        name = "chat_template_kwargs"
+        try:
+            switches = read_members(
+                template_kwargs, msgspec.Raw, count_max=TEMPLATE_KWARGS_MAX, param=name
+            )
+        except msgspec.DecodeError:
+            raise BadRequest(f"`{name}` must be an object", param=name) from None
+    is_off = any(bytes(switches.get(name, b"")) == b"false" for name in _THINKING_SWITCHES)
+    return not is_off and not fields.continue_final_message
+
+
+def _grammar(fields: ChatFields, tools: ToolUse | None, traits: ModelTraits) -> Grammar | None:
+    grammar = grammar_of(fields)
+    if tools is not None:
+        if grammar is not None:
+            is_format = fields.structured_outputs is None
+            name = "response_format" if is_format else "structured_outputs"
+            raise BadRequest(
+                f"`{name}` and `tools` cannot be combined, unless tool_choice is none", param=name
+            )
+        grammar = tool_grammar(tools)
+    can_reason = _begins_with_reasoning(fields)  # asked always: it checks the field, too
+    if grammar is None or traits.reasoning is None or not can_reason:
+        return grammar
+    return msgspec.structs.replace(grammar, after=traits.reasoning[1])

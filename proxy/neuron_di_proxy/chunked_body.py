@@ -1,0 +1,81 @@
+"""A request's body that comes in HTTP/1.1 chunks: joined, bounded, and strict about its form."""
+
+from neuron_di.errors import BadRequest
+from neuron_di_proxy.body_refusal import body_too_large
+
+_LINE_BYTES_MAX = 256  # a chunk's size with its extensions, or a trailer
+_TRAILERS_MAX = 16
+_HEX = frozenset(b"0123456789abcdefABCDEF")
+
+
+class ChunkedBody:
+    """Takes chunks out of what a connection has received, until the body is complete."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._body = bytearray()
+        self._num_left = 0  # bytes of the running chunk, and of the line end behind it
+        self._num_trailers: int | None = None  # None: before the last chunk
+        self._num_lines = 0
+
+    def take(self, received: bytearray) -> bytes | None:
+        """The whole body once it is there, None before. What is used leaves `received`.
+
+        Raises BadRequest for what is no chunk, TooLarge for a body over the limit: then nobody
+        can say where the next request begins.
+        """
+        while True:
+            if self._num_left > 2:
+                piece = received[: self._num_left - 2]
+                if not piece:
+                    return None
+                self._body += piece
+                self._num_left -= len(piece)
+                del received[: len(piece)]
+            elif self._num_left == 2:
+                if len(received) < 2:
+                    return None
+                if received[:2] != b"\r\n":
+                    raise BadRequest("a chunk of the body is longer than its size")
+                del received[:2]
+                self._num_left = 0
+            else:
+                line = self._line(received)
+                if line is None:
+                    return None
+                if self._num_trailers is None:
+                    self._begin_chunk(line)
+                elif not line:
+                    return bytes(self._body)
+                else:
+                    self._num_trailers += 1
+                    if self._num_trailers > _TRAILERS_MAX:
+                        raise BadRequest("the body has too many trailers")
+
+    def _line(self, received: bytearray) -> bytes | None:
+        end = received.find(b"\n", 0, _LINE_BYTES_MAX)
+        if end < 0:
+            if len(received) >= _LINE_BYTES_MAX:
+                raise BadRequest("a line between two chunks of the body is too long")
+            return None
+        line = bytes(received[: end + 1])
+        if not line.endswith(b"\r\n") or line.count(b"\r") != 1:
+            raise BadRequest("a line between two chunks of the body does not end in CR LF")
+        del received[: end + 1]
+        return line[:-2]
+
+    def _begin_chunk(self, line: bytes) -> None:
+        size = line.partition(b";")[0]
+        if not 0 < len(size) <= 16 or not _HEX.issuperset(size):
+            raise BadRequest("the size of a chunk of the body is no hexadecimal number")
+        num_bytes = int(size, 16)
+        if len(self._body) + num_bytes > self._bytes_max:
+            raise body_too_large(self._bytes_max)
+        # Many tiny chunks cost much for little: their lines count as bytes of a body.
+        self._num_lines += 1
+        if self._num_lines > 1024 + self._bytes_max // 64:
+            raise body_too_large(self._bytes_max)
+        if num_bytes == 0:
+            self._num_trailers = 0
+        else:
+            self._num_left = num_bytes + 2

@@ -1,0 +1,54 @@
+"""A client's request once it is read and checked: everything the proxy knows of it."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from neuron_di.wire import PromptOptions, SamplingParams
+from neuron_di_proxy.choice_request import ChoiceRequest, Endpoint
+from neuron_di_proxy.tool_calls import ToolUse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientRequest:
+    """A checked request. Each prompt is the client's own JSON, unread.
+
+    Choice `p * n + j` is the j-th answer to prompt p. `sampling.logprobs` says how many
+    alternatives of each token the answer lists, `prompt_logprobs` how many of each prompt token;
+    None: none at all.
+    """
+
+    endpoint: Endpoint
+    model: str
+    prompts: tuple[msgspec.Raw, ...]  # chat: one, the messages; else strings or lists of ids
+    sampling: SamplingParams
+    options: PromptOptions = field(default_factory=PromptOptions)
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False  # a last chunk with the usage, and `usage: null` in the others
+    continuous_usage: bool = False  # only with `include_usage`: each chunk has the usage so far
+    echo: bool = False  # the answer's text begins with the prompt
+    drop_output: bool = False  # only with `echo`: one token is computed, and not shown
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False  # logprobs name a token "token_id:N" instead of by its text
+    prompt_logprobs: int | None = None  # asked for by that name, not by `echo` and `logprobs`
+    tools: ToolUse | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.prompts)
+
+    def choice(self, index: int) -> ChoiceRequest:
+        """The request for one choice. Answer j to a prompt is what n=1 gives with seed + j."""
+        prompt_index, repeat = divmod(index, self.n)
+        sampling = self.sampling
+        if repeat:
+            seed = (sampling.seed + repeat + (1 << 63)) % (1 << 64) - (1 << 63)  # stays an int64
+            sampling = msgspec.structs.replace(sampling, seed=seed)
+        return ChoiceRequest(
+            endpoint=self.endpoint,
+            model=self.model,
+            prompt=self.prompts[prompt_index],
+            sampling=sampling,
+            options=self.options,
+        )

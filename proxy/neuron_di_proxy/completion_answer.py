@@ -1,0 +1,136 @@
+"""The choices of a completion."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from neuron_di.wire import Finished, PromptReport, Token, TokenLogprobs
+from neuron_di_proxy.answer_document import (
+    Answer,
+    ChoiceWriter,
+    Json,
+    finite,
+    prompt_logprobs,
+    token_name,
+)
+from neuron_di_proxy.client_request import ClientRequest
+
+
+class CompletionAnswer(Answer):
+    id_prefix = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+
+class CompletionWriter(ChoiceWriter):
+    """One choice. Its text begins with the prompt's if that is echoed."""
+
+    def __init__(self, request: ClientRequest, index: int) -> None:
+        self._request = request
+        self._index = index
+        self._num_chars = 0  # of the text before the next token
+        self._is_plain = not (
+            request.drop_output or request.return_token_ids or request.sampling.logprobs is not None
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        return self._is_plain
+
+    def token(self, token: Token) -> Json | None:
+        choice = self._choice([token], "")
+        has_more = self._request.return_token_ids or self._request.continuous_usage
+        return choice if choice["text"] or choice["logprobs"] is not None or has_more else None
+
+    def last(self, finished: Finished) -> Json:
+        return self._choice([], finished.text) | self._end(finished)
+
+    def whole(self, tokens: Sequence[Token], finished: Finished) -> Json:
+        return self._choice(tokens, finished.text) | self._end(finished)
+
+    def _choice(self, tokens: Sequence[Token], held: str) -> Json:
+        request = self._request
+        prompt = tokens[0].prompt if tokens else None
+        text, logprobs = "", _Logprobs(as_ids=request.tokens_as_ids)
+        if request.echo and prompt is not None:
+            text = prompt.text
+            logprobs.add_prompt(prompt)
+        self._num_chars += len(text)
+        shown = [] if request.drop_output else tokens
+        for token in shown:
+            if token.logprobs is not None:
+                logprobs.add(token.logprobs, self._num_chars)
+            self._num_chars += len(token.text)
+        text += "".join(token.text for token in shown)
+        choice: Json = {
+            "index": self._index,
+            "text": text if request.drop_output else text + held,
+            "logprobs": None if request.sampling.logprobs is None else logprobs.document(),
+            "finish_reason": None,
+        }
+        if request.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in shown]
+            if prompt is not None:
+                choice["prompt_token_ids"] = prompt.token_ids
+        if request.prompt_logprobs is not None and prompt is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(prompt)
+        return choice
+
+    def _end(self, finished: Finished) -> Json:
+        if self._request.drop_output:
+            return {"finish_reason": "length", "stop_reason": None}
+        return {"finish_reason": finished.reason, "stop_reason": finished.stop}
+
+
+class _Logprobs:
+    """Parallel lists over tokens. An offset is where in the choice's text a token starts."""
+
+    def __init__(self, *, as_ids: bool) -> None:
+        self._as_ids = as_ids
+        self._tokens: list[str] = []
+        self._token_logprobs: list[float | None] = []
+        self._top_logprobs: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def add(self, entry: TokenLogprobs, offset: int) -> None:
+        self._tokens.append(token_name(entry.chosen, as_id=self._as_ids))
+        self._token_logprobs.append(finite(entry.chosen))
+        # Best last: where two candidates have the same text, the better one stays.
+        candidates = (entry.chosen, *reversed(entry.top))
+        self._top_logprobs.append(
+            {token_name(item, as_id=self._as_ids): finite(item) for item in candidates}
+        )
+        self._offsets.append(offset)
+
+    def add_prompt(self, prompt: PromptReport) -> None:
+        """The tokens of an echoed prompt. The first has no logprob: nothing comes before it."""
+        if prompt.logprobs is None:
+            return
+        text = prompt.text.encode()
+        known = [entry for entry in prompt.logprobs if entry is not None]
+        # Found from the end: a token before the text, or a space that only its first word's token
+        # has, would shift all others. Below zero is before the text.
+        end = len(text) - sum(len(entry.chosen.token_bytes) for entry in known)
+        # Offsets count characters, and a token may end inside of one.
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
+        first = characters.decode(text[: max(0, end)])
+        self._tokens.append(f"token_id:{prompt.token_ids[0]}" if self._as_ids else first)
+        self._token_logprobs.append(None)
+        self._top_logprobs.append(None)
+        self._offsets.append(0)
+        offset = len(first)
+        for entry in known:
+            self.add(entry, offset)
+            begin, end = end, end + len(entry.chosen.token_bytes)
+            offset += len(characters.decode(text[max(0, begin) : max(0, end)]))
+
+    def document(self) -> dict[str, Any] | None:
+        """None when there is no token in it."""
+        if not self._tokens:
+            return None
+        return {
+            "tokens": self._tokens,
+            "token_logprobs": self._token_logprobs,
+            "top_logprobs": self._top_logprobs,
+            "text_offset": self._offsets,
+        }

@@ -1,0 +1,169 @@
+"""The body of POST /v1/completions."""
+
+import re
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from neuron_di.errors import BadRequest
+from neuron_di.wire import PromptOptions
+from neuron_di_proxy.client_request import ClientRequest
+from neuron_di_proxy.field_rules import (
+    TraitsOf,
+    choices_of,
+    grammar_of,
+    keep_last_of,
+    sampling_of,
+    take_fields,
+    usage_of,
+)
+from neuron_di_proxy.model_traits import ModelTraits
+from neuron_di_proxy.request_fields import CompletionFields
+
+MAX_TOKENS_DEFAULT = 16  # OpenAI's; a chat may go on to the end of the context
+
+_FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
+
+
+def read_completion(body: bytes, *, choices_max: int, traits_of: TraitsOf) -> ClientRequest:
+    """Read the body of POST /v1/completions. Raises BadRequest, which names the field.
+
+    `traits_of` says what is known of a model, and raises what it is refused for.
+    """
+    fields, unread = take_fields("completions", CompletionFields, body)
+    if "prompt" not in unread:
+        raise BadRequest("`prompt` is missing", param="prompt")
+    prompts = _split(unread["prompt"], choices_max)
+    n = choices_of(fields, len(prompts), choices_max)
+    if fields.best_of not in (None, n):
+        raise BadRequest("`best_of` is not supported: it may only equal `n`", param="best_of")
+    traits = traits_of(fields.model)
+    max_tokens = MAX_TOKENS_DEFAULT if fields.max_tokens is None else fields.max_tokens
+    drop_output = bool(fields.echo) and max_tokens == 0
+    if drop_output and fields.min_tokens:
+        raise BadRequest("`min_tokens` is more than `max_tokens`", param="min_tokens")
+    sampling = sampling_of(
+        fields,
+        traits,
+        max_tokens=1 if drop_output else max_tokens,
+        logprobs=fields.logprobs,
+        grammar=grammar_of(fields),
+    )
+    keep_last = keep_last_of(fields, traits, max_tokens)
+    if keep_last is None:
+        for prompt in prompts:
+            _check_fits(prompt, traits)
+    include_usage, continuous_usage = usage_of(fields)
+    return ClientRequest(
+        endpoint="completions",
+        model=fields.model,
+        prompts=prompts,
+        sampling=sampling,
+        options=PromptOptions(
+            add_special_tokens=fields.add_special_tokens,
+            keep_last_tokens=keep_last,
+            # The report says how many tokens the prompt has before the request is over.
+            report=_needs_report(fields) or continuous_usage,
+            logprobs=_prompt_logprobs(fields),
+        ),
+        n=n,
+        stream=bool(fields.stream),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        echo=bool(fields.echo),
+        drop_output=drop_output,
+        return_token_ids=bool(fields.return_token_ids),
+        tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+        prompt_logprobs=fields.prompt_logprobs,
+    )
+
+
+def _needs_report(fields: CompletionFields) -> bool:
+    return bool(fields.echo or fields.return_token_ids or fields.prompt_logprobs is not None)
+
+
+def _prompt_logprobs(fields: CompletionFields) -> int | None:
+    """How many alternatives a report lists for each token of the prompt."""
+    echoed = fields.logprobs if fields.echo else None
+    asked = fields.prompt_logprobs
+    if echoed is not None and asked not in (None, echoed):
+        raise BadRequest(
+            "`prompt_logprobs` must equal `logprobs` where `echo` is true", param="prompt_logprobs"
+        )
+    return echoed if asked is None else asked
+
+
+def _split(prompt: msgspec.Raw, choices_max: int) -> tuple[msgspec.Raw, ...]:
+    """The prompts of a request: it has one, or a list of strings or of lists of token ids."""
+    if _is_text(prompt):
+        _check_text(prompt)
+        return (prompt,)
+    first = _first_item(prompt)
+    if first == b"]":
+        raise BadRequest("`prompt` is an empty list", param="prompt")
+    if first.isdigit():
+        return (prompt,)
+    if first not in (b'"', b"["):
+        raise BadRequest("`prompt` must hold texts or token ids", param="prompt")
+    try:
+        items = msgspec.structs.astuple(msgspec.json.decode(prompt, type=_list_of(choices_max)))
+    except msgspec.ValidationError:
+        raise BadRequest(
+            f"`prompt` may hold at most {choices_max} prompts", param="prompt"
+        ) from None
+    prompts = tuple(item for item in items if item is not None)
+    for item in prompts:
+        if _is_text(item) != (first == b'"') or not (_is_text(item) or _holds_ids(item)):
+            raise BadRequest(
+                "the prompts of a list must be all texts, or all lists of token ids",
+                param="prompt",
+            )
+        _check_text(item)
+    return prompts
+
+
+@cache
+def _list_of(count_max: int) -> Any:
+    """An array of JSON of any kind. One that is longer is given up at its first item too many."""
+    missing = msgspec.field(default=None)
+    return msgspec.defstruct(
+        "Prompts",
+        [(f"prompt_{index}", msgspec.Raw, missing) for index in range(count_max)],
+        array_like=True,
+        forbid_unknown_fields=True,
+    )
+
+
+def _is_text(prompt: msgspec.Raw) -> bool:
+    return bytes(memoryview(prompt)[:1]) == b'"'
+
+
+def _check_text(prompt: msgspec.Raw) -> None:
+    if bytes(memoryview(prompt)[:2]) == b'""':
+        raise BadRequest("the prompt is empty", param="prompt")
+
+
+def _holds_ids(prompt: msgspec.Raw) -> bool:
+    return bytes(memoryview(prompt)[:1]) == b"[" and _first_item(prompt).isdigit()
+
+
+def _first_item(prompt: msgspec.Raw) -> bytes:
+    """The first byte of a list's first item, or `]`."""
+    found = _FIRST_ITEM.match(memoryview(prompt))
+    if found is None:
+        raise BadRequest("`prompt` must be a text, token ids, or a list of these", param="prompt")
+    return found[1]
+
+
+def _check_fits(prompt: msgspec.Raw, traits: ModelTraits) -> None:
+    """Refuse token ids that no worker holds. How many tokens a text has, only a worker knows."""
+    if traits.context_tokens is None or _is_text(prompt):
+        return
+    num_prompt = bytes(prompt).count(b",") + 1
+    if num_prompt >= traits.context_tokens:
+        raise BadRequest(
+            f"the prompt has {num_prompt} tokens, the context holds {traits.context_tokens}, "
+            "of which at least 1 is for the answer",
+            param="prompt",
+        )

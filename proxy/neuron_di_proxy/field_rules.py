@@ -1,0 +1,234 @@
+"""What both endpoints do with the fields of a request: take, refuse, and make sense of them.
+
+Next: proxy/neuron_di_proxy/completion_request.py
+"""
+
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from neuron_di.errors import BadRequest, TooLarge
+from neuron_di.request import check_sampling
+from neuron_di.wire import Grammar, SamplingParams
+from neuron_di_proxy.choice_request import Endpoint
+from neuron_di_proxy.json_object import explain, read_body, read_members
+from neuron_di_proxy.model_traits import ModelTraits
+from neuron_di_proxy.request_fields import (
+    REFUSALS,
+    UNREAD_FIELDS,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    RequestFields,
+    StructuredOutputs,
+    given,
+)
+
+READ_BYTES_MAX = 1 << 20  # of the fields that are read here: they take the event loop's time
+LOGIT_BIAS_MAX = 1024
+NAME_CHARS_MAX = 64  # of an unknown field's name that an error repeats
+
+TraitsOf = Callable[[str], ModelTraits]
+Fields = TypeVar("Fields", bound=RequestFields)
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+
+_PASSED_ON = (  # the fields that mean the same in `SamplingParams`
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def take_fields(
+    endpoint: Endpoint, kind: type[Fields], body: bytes
+) -> tuple[Fields, dict[str, msgspec.Raw]]:
+    """The fields of a body, checked one by one, and those that stay unread, by name.
+
+    Raises BadRequest, which names the field, or TooLarge.
+    """
+    unread: dict[str, msgspec.Raw] = {}
+    pieces: list[bytes] = []
+    for name, raw in read_body(body).items():
+        if name in kind.__struct_fields__:
+            pieces.append(b'"%b":%b' % (name.encode(), raw))
+        elif name in UNREAD_FIELDS[endpoint]:
+            if given(raw) is not None:
+                unread[name] = raw
+        else:
+            _refuse_field(name, raw)
+    if sum(map(len, pieces)) > READ_BYTES_MAX:
+        longest = max(pieces, key=len).split(b'"', 2)[1].decode()
+        raise TooLarge(
+            f"the fields beside the prompt have more than {READ_BYTES_MAX} bytes", param=longest
+        )
+    try:
+        return msgspec.json.decode(b"{%b}" % b",".join(pieces), type=kind), unread
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+
+
+def sampling_of(
+    fields: RequestFields,
+    traits: ModelTraits,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    grammar: Grammar | None,
+) -> SamplingParams:
+    """How tokens are chosen. Raises BadRequest for what is out of range."""
+    _refuse_what_is_not_there(fields)
+    same = {name: value for name in _PASSED_ON if (value := getattr(fields, name)) is not None}
+    allowed = fields.allowed_token_ids
+    sampling = SamplingParams(
+        **same,
+        max_tokens=max_tokens,
+        top_k=0 if fields.top_k in (None, -1) else fields.top_k,
+        logprobs=logprobs,
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        logit_bias=_read_logit_bias(given(fields.logit_bias)),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=tuple(fields.bad_words or ()),
+        grammar=grammar,
+        # Both legs must draw the same numbers, so a seed is drawn here when none is given.
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+    )
+    check_sampling(sampling, traits.num_vocab)
+    return sampling
+
+
+def grammar_of(fields: RequestFields) -> Grammar | None:
+    """What an answer must be by `response_format` or `structured_outputs`; None: any text."""
+    by_format = None
+    if isinstance(fields.response_format, JsonObjectFormat):
+        by_format = Grammar(kind="json_object")
+    elif isinstance(fields.response_format, JsonSchemaFormat):
+        schema = fields.response_format.json_schema.schema
+        by_format = _schema_grammar(bytes(schema), "response_format.json_schema.schema")
+    if fields.structured_outputs is None:
+        return by_format
+    if by_format is not None:
+        raise BadRequest(
+            "`structured_outputs` and `response_format` say different things: send one",
+            param="structured_outputs",
+        )
+    grammar = _structured_grammar(fields.structured_outputs)
+    return msgspec.structs.replace(grammar, param="structured_outputs")
+
+
+def usage_of(fields: RequestFields) -> tuple[bool, bool]:
+    """(include_usage, continuous_usage) of a stream."""
+    options = fields.stream_options
+    if options is None:
+        return False, False
+    if not fields.stream:
+        raise BadRequest("`stream_options` needs `stream` to be true", param="stream_options")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise BadRequest(
+            "`continuous_usage_stats` needs `include_usage` to be true",
+            param="stream_options.continuous_usage_stats",
+        )
+    return bool(options.include_usage), bool(options.continuous_usage_stats)
+
+
+def choices_of(fields: RequestFields, num_prompts: int, choices_max: int) -> int:
+    """`n`. Raises BadRequest where that makes more choices than one request may have."""
+    n = 1 if fields.n is None else fields.n
+    if n * num_prompts <= choices_max:
+        return n
+    if num_prompts == 1:
+        raise BadRequest(f"`n` may be at most {choices_max}", param="n")
+    raise BadRequest(
+        f"`n` times the number of prompts may be at most {choices_max}", param="prompt"
+    )
+
+
+def keep_last_of(fields: RequestFields, traits: ModelTraits, max_tokens: int | None) -> int | None:
+    """How many of a prompt's last tokens are used; None: all."""
+    count = fields.truncate_prompt_tokens
+    if count == 0:
+        raise BadRequest(
+            "`truncate_prompt_tokens` must be -1 or at least 1", param="truncate_prompt_tokens"
+        )
+    if count != -1:
+        return count
+    if traits.context_tokens is None:
+        return None
+    return max(1, traits.context_tokens - (max_tokens or 1))  # so that the answer fits, too
+
+
+def _refuse_field(name: str, raw: msgspec.Raw) -> None:
+    reason = REFUSALS.get(name)
+    if reason is None:
+        name = name[:NAME_CHARS_MAX]
+        raise BadRequest(f"`{name}` is not a field of this endpoint", param=name)
+    if given(raw) is not None:
+        raise BadRequest(f"`{name}` {reason}", param=name)
+
+
+def _refuse_what_is_not_there(fields: RequestFields) -> None:
+    if fields.length_penalty not in (None, 1.0):
+        raise BadRequest(
+            "`length_penalty` is not supported: it belongs to beam search", param="length_penalty"
+        )
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise BadRequest(
+            "`prompt_logprobs` and `stream` cannot be combined", param="prompt_logprobs"
+        )
+
+
+def _read_logit_bias(raw: msgspec.Raw | None) -> tuple[tuple[int, float], ...]:
+    if raw is None:
+        return ()
+    try:
+        biases = read_members(raw, float, count_max=LOGIT_BIAS_MAX, param="logit_bias")
+    except msgspec.DecodeError:
+        raise BadRequest("`logit_bias` must be an object of numbers", param="logit_bias") from None
+    if not all(map(_TOKEN_ID.fullmatch, biases)):
+        raise BadRequest(
+            '`logit_bias` must have token ids as names, such as "17"', param="logit_bias"
+        )
+    return tuple(sorted((int(name), bias) for name, bias in biases.items()))
+
+
+def _schema_grammar(schema: bytes, param: str) -> Grammar:
+    try:
+        read_members(schema, msgspec.Raw, count_max=READ_BYTES_MAX, param=param)
+    except msgspec.DecodeError:
+        raise BadRequest(f"`{param}` must be a JSON Schema: an object", param=param) from None
+    return Grammar(kind="json_schema", value=schema.decode())
+
+
+def _structured_grammar(wanted: StructuredOutputs) -> Grammar:
+    schema = given(wanted.json)
+    num_given = sum((schema is not None, bool(wanted.json_object), wanted.choice is not None))
+    if num_given != 1:
+        raise BadRequest(
+            "`structured_outputs` must have exactly one of json, json_object and choice",
+            param="structured_outputs",
+        )
+    if schema is not None:
+        param = "structured_outputs.json"
+        raw = bytes(schema)
+        text: Any = msgspec.json.decode(raw, type=str).encode() if raw[:1] == b'"' else raw
+        return _schema_grammar(text, param)
+    if wanted.choice is not None:
+        if not wanted.choice or not all(wanted.choice):
+            raise BadRequest(
+                "`structured_outputs.choice` must be a list of texts that are not empty",
+                param="structured_outputs.choice",
+            )
+        return Grammar(kind="choice", value=msgspec.json.encode(wanted.choice).decode())
+    return Grammar(kind="json_object")

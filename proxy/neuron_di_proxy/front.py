@@ -1,0 +1,120 @@
+"""The proxy's front: accepts connections, answers the hot requests itself, hands over the rest.
+
+Quart and hypercorn serve every route, at a price per token. The two routes that stream tokens
+are therefore answered on sockets of our own; what a client sees is the same, byte for byte.
+
+Next: proxy/neuron_di_proxy/front_connection.py
+"""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+
+from neuron_di.clock import now_s
+from neuron_di_proxy.front_connection import FrontConnection
+from neuron_di_proxy.front_sweep import NEVER, sweep_interval_s
+from neuron_di_proxy.hypercorn_side import HypercornSide
+from neuron_di_proxy.service import Service
+
+BACKLOG = 4096
+
+
+class Front:
+    """Owns the listening socket and every connection. Used from one event loop.
+
+    `takes_hot` False hands every request to hypercorn, so that both ways can be compared.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        hypercorn: HypercornSide,
+        tls: ssl.SSLContext | None = None,
+        *,
+        takes_hot: bool = True,
+    ) -> None:
+        self.service = service
+        self.options = service.config.front
+        self.send_timeout_s = service.limits.send_timeout_s
+        self.takes_hot = takes_hot
+        self.is_draining = False
+        self.num_refused = 0  # connections beyond the limit
+        self._hypercorn = hypercorn
+        self._tls = tls
+        self._connections: set[FrontConnection] = set()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self._num_held = 0  # by hypercorn
+        self._interval_s = sweep_interval_s(self.options, self.send_timeout_s)
+        self._silent_max = (self.options.ping_interval_s or NEVER) / self._interval_s
+
+    async def start(self, sock: socket.socket) -> None:
+        """Accept connections from now on. Takes over `sock`."""
+        loop = asyncio.get_running_loop()
+        handshake_timeout_s = self.options.header_timeout_s if self._tls else None
+        self._server = await loop.create_server(
+            lambda: FrontConnection(self),
+            sock=sock,
+            backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=handshake_timeout_s,
+        )
+        self._sweeper = loop.create_task(self._sweep())
+
+    def drain(self) -> None:
+        """Let each connection end with its next response."""
+        self.is_draining = True
+
+    async def stop(self, timeout_s: float) -> None:
+        """Accept no more, and end every connection; busy ones have `timeout_s` for last words."""
+        self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._is_empty.wait()
+        for connection in list(self._connections):
+            connection.abort()
+        await self._hypercorn.stop(timeout_s)
+        self._sweeper.cancel()
+        await asyncio.wait((self._sweeper,))
+        if not self._sweeper.cancelled():
+            self._sweeper.result()  # it had failed, which is our own bug: show it
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections) + self._num_held
+
+    # What connections call.
+
+    def joined(self, connection: FrontConnection) -> bool:
+        if self.num_connections >= self.options.connections_max:
+            self.num_refused += 1
+            return False
+        self._connections.add(connection)
+        self._is_empty.clear()
+        return True
+
+    def left(self, connection: FrontConnection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._is_empty.set()
+
+    def hand_over(
+        self, connection: FrontConnection, transport: asyncio.Transport, received: bytes
+    ) -> None:
+        self.left(connection)
+        self._num_held += 1
+        self._hypercorn.hold(transport, received, self._held_no_more)
+
+    def _held_no_more(self) -> None:
+        self._num_held -= 1
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            at_s = now_s()
+            for connection in list(self._connections):
+                connection.sweep(at_s, self._silent_max)
+            self._hypercorn.sweep(at_s)

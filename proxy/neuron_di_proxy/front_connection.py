@@ -1,0 +1,390 @@
+"""One client's connection: HTTP/1.1 requests, one after another, the hot ones answered here.
+
+    HEAD       wait for a whole head, check it, decide who answers
+    BODY       the service has taken the request; its body is on the way
+    ANSWERING  a task answers; what the client sends meanwhile waits
+    LEAVING    the last response is on its way out; what still comes is dropped
+
+Next: proxy/neuron_di_proxy/service.py
+"""
+
+import asyncio
+from enum import Enum
+from typing import Protocol, cast
+
+from neuron_di.clock import now_s
+from neuron_di.config import FrontOptions
+from neuron_di.errors import NeuronDiError, TooLarge
+from neuron_di.obs import get_logger
+from neuron_di_proxy.body_refusal import BodyLate, body_late, body_too_large, check_body_form
+from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
+from neuron_di_proxy.chunked_body import ChunkedBody
+from neuron_di_proxy.front_sweep import NEVER
+from neuron_di_proxy.refusal import Refusal
+from neuron_di_proxy.request_head import HeadTooLarge, RequestHead, read_head
+from neuron_di_proxy.service import Exchange, Service
+from neuron_di_proxy.socket_reply import SocketReply
+
+PIPELINED_BYTES_MAX = 64 << 10  # of further requests, while one is answered
+LEAVING_TIMEOUT_S = 2.0  # for a client to read the last response while it still sends
+_EMPTY_LINES_MAX = 4  # before a request line
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+# A client that shut down its sending side may be gone, or still listen: only writing tells, the
+# first byte makes its host answer, and the next write fails.
+_PROBE_DELAYS_S = (0.2, 1.0, 5.0)  # the last one again and again
+_PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
+
+_log = get_logger(__name__)
+
+
+class HeadLate(BodyLate):
+    """Raised when a client has not sent a request's head in time."""
+
+
+class ConnectionOwner(Protocol):
+    """Who accepts connections."""
+
+    service: Service
+    options: FrontOptions
+    send_timeout_s: float
+    takes_hot: bool
+    is_draining: bool
+
+    def joined(self, connection: "FrontConnection") -> bool:
+        """A connection was made. False: there are too many, and it must end."""
+        ...
+
+    def left(self, connection: "FrontConnection") -> None:
+        """A connection is over."""
+        ...
+
+    def hand_over(
+        self, connection: "FrontConnection", transport: asyncio.Transport, received: bytes
+    ) -> None:
+        """Give a connection and what it has received to hypercorn, for good."""
+        ...
+
+
+class _State(Enum):
+    HEAD = "head"
+    BODY = "body"
+    ANSWERING = "answering"
+    LEAVING = "leaving"
+    GONE = "gone"
+
+
+class FrontConnection(asyncio.Protocol):
+    """Owned by its transport until that is lost or handed over. Never waits, never raises."""
+
+    def __init__(self, owner: ConnectionOwner) -> None:
+        self._owner = owner
+        self._service = owner.service
+        self._options = owner.options
+        self._received = bytearray()
+        self._state = _State.HEAD
+        self._deadline_s = now_s() + owner.options.header_timeout_s
+        self._full_deadline_s = NEVER
+        self._is_full = False  # what was written is not being taken
+        self._is_paused = False  # more was sent than is wanted now
+        self._is_idle = False  # between two requests
+        self._is_tls = False
+        self._has_eof = False
+        self._closes = False
+        self._head: RequestHead | None = None
+        self._exchange: Exchange | None = None
+        self._chunks: ChunkedBody | None = None
+        self._reply: SocketReply | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast("asyncio.Transport", transport)  # uvloop's own class
+        if not self._owner.joined(self):
+            self._state = _State.GONE
+            transport.abort()
+            return
+        tls = transport.get_extra_info("ssl_object")
+        self._is_tls = tls is not None
+        if tls is not None and tls.selected_alpn_protocol() == "h2":
+            self._hand_over()
+
+    def data_received(self, data: bytes) -> None:
+        if self._state is _State.LEAVING or self._state is _State.GONE:
+            return
+        self._received += data
+        if self._state is _State.ANSWERING or self._is_full:
+            self._bound_received()
+        else:
+            self._go_on()
+
+    def eof_received(self) -> bool:
+        """Keep the connection only where an answer is still owed (TLS cannot)."""
+        self._has_eof = True
+        if self._state is not _State.ANSWERING or self._is_tls:
+            return False
+        self._probe(self._reply, 0)
+        return True
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._state = _State.GONE
+        self._owner.left(self)
+        self._received.clear()
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self._close_exchange()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+        self._full_deadline_s = now_s() + self._owner.send_timeout_s
+        if self._reply is not None:
+            self._reply.is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._full_deadline_s = NEVER
+        if self._reply is not None:
+            self._reply.is_full = False
+        if self._received:
+            self._go_on()
+
+    # What the owner calls.
+
+    def sweep(self, at_s: float, silent_max: float) -> None:
+        """Look whether a deadline has passed, and whether a stream is silent for too long."""
+        if at_s >= self._full_deadline_s:
+            self._transport.abort()
+        elif at_s >= self._deadline_s:
+            self._be_late()
+        reply = self._reply
+        if reply is not None and reply.is_streaming and not self._is_full:
+            reply.num_silent += 1
+            if reply.num_silent > silent_max:
+                reply.ping()
+
+    @property
+    def is_answering(self) -> bool:
+        return self._state is _State.ANSWERING
+
+    def close(self) -> None:
+        """End the connection as soon as what it owes is written."""
+        self._closes = True
+        if self._state is _State.HEAD:
+            self._leave(is_read=True)
+
+    def abort(self) -> None:
+        """End the connection now."""
+        self._transport.abort()
+
+    # From bytes to requests.
+
+    def _go_on(self) -> None:
+        """Do what can be done with what was received."""
+        if self._state is _State.GONE:
+            return
+        while self._received and not self._is_full:
+            state = self._state
+            try:
+                if state is _State.HEAD:
+                    self._take_head()
+                elif state is _State.BODY:
+                    self._take_body()
+            except NeuronDiError as error:
+                # Where the next request would begin is not known.
+                self._refuse(self._refusal(error), is_read=False)
+            if self._state is state:
+                break
+        if self._is_paused and self._state in (_State.HEAD, _State.BODY, _State.LEAVING):
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def _take_head(self) -> None:
+        received = self._received
+        for _ in range(_EMPTY_LINES_MAX):
+            if not received.startswith(b"\r\n"):
+                break
+            del received[:2]
+        if received.startswith(_HTTP2_PREFACE):
+            self._hand_over()
+            return
+        end = received.find(b"\r\n\r\n")
+        num_head_bytes = end + 4 if end >= 0 else len(received)
+        bytes_max = self._options.header_bytes_max
+        if num_head_bytes > bytes_max:
+            raise HeadTooLarge(f"the request's head has more than {bytes_max} bytes, the limit")
+        if end < 0:
+            if self._is_idle:
+                self._is_idle = False
+                self._deadline_s = now_s() + self._options.header_timeout_s
+            return
+        head = read_head(bytes(received[:num_head_bytes]))
+        endpoint = HOT_PATHS.get(head.path) if head.method == "POST" else None
+        if endpoint is None or "upgrade" in head.headers or not self._owner.takes_hot:
+            self._hand_over()
+            return
+        self._head = head
+        del received[:num_head_bytes]
+        self._open(head, endpoint)
+
+    def _open(self, head: RequestHead, endpoint: Endpoint) -> None:
+        try:
+            self._exchange = self._service.open(endpoint, head.headers)
+            check_body_form(head.headers)
+            if head.body_bytes is not None and head.body_bytes > self._options.body_bytes_max:
+                raise body_too_large(self._options.body_bytes_max)
+        except Exception as error:
+            if not isinstance(error, NeuronDiError):
+                _log.exception("internal_error")
+            refusal = self._refusal(error)
+            num_body_bytes = head.body_bytes
+            has_come = num_body_bytes is not None and num_body_bytes <= len(self._received)
+            is_read = has_come and not isinstance(error, TooLarge)
+            if is_read:
+                del self._received[:num_body_bytes]
+            self._refuse(refusal, is_read=is_read)
+            return
+        self._chunks = None
+        if head.body_bytes is None:
+            self._chunks = ChunkedBody(self._options.body_bytes_max)
+        elif head.body_bytes <= len(self._received):
+            self._take_body()
+            return
+        if head.wants_continue and not self._received:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._state = _State.BODY
+        self._deadline_s = now_s() + self._options.body_timeout_s
+
+    def _take_body(self) -> None:
+        assert self._head is not None
+        received = self._received
+        if self._chunks is not None:
+            body = self._chunks.take(received)
+            if body is None:
+                return
+        else:
+            num_bytes = self._head.body_bytes or 0
+            if len(received) < num_bytes:
+                return
+            body = bytes(received) if len(received) == num_bytes else bytes(received[:num_bytes])
+            del received[:num_bytes]
+        self._answer(body)
+
+    # From requests to responses.
+
+    def _answer(self, body: bytes) -> None:
+        assert self._head is not None
+        assert self._exchange is not None
+        self._bound_received()
+        self._chunks = None
+        self._state = _State.ANSWERING
+        self._deadline_s = NEVER
+        self._reply = reply = self._new_reply(self._head)
+        self._task = asyncio.get_running_loop().create_task(self._exchange.answer(body, reply))
+        self._task.add_done_callback(self._answered)
+
+    def _new_reply(self, head: RequestHead | None) -> SocketReply:
+        if head is None or not head.keeps_alive or self._owner.is_draining:
+            self._closes = True
+        is_chunked = head is None or head.version == "1.1"
+        reply = SocketReply(self._transport, is_chunked=is_chunked, closes=self._closes)
+        reply.is_full = self._is_full
+        return reply
+
+    def _answered(self, task: "asyncio.Task[None]") -> None:
+        reply, self._reply, self._task = self._reply, None, None
+        self._close_exchange()
+        if self._state is _State.GONE:
+            return
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.exception("front_failed", raised=error)
+        assert reply is not None
+        if not reply.is_over:  # a bug: the client must not take it for an end
+            self._transport.abort()
+        elif self._closes or (self._has_eof and not self._received):
+            self._leave(is_read=True)
+        else:
+            self._wait_for_head()
+
+    def _refusal(self, error: Exception) -> Refusal:
+        if self._exchange is not None:
+            return self._exchange.refuse(error)
+        return self._service.refuse(error, self._head.headers if self._head else None)
+
+    def _refuse(self, refusal: Refusal, *, is_read: bool) -> None:
+        """Answer at once. Unless the request was read to its end, that is the last response."""
+        self._close_exchange()
+        headers = list(refusal.headers)
+        reply = self._new_reply(self._head)
+        if not is_read and not self._closes:
+            self._closes = True
+            headers.append(("connection", "close"))
+        reply.begin(refusal.status, headers, length=len(refusal.body))
+        reply.write(refusal.body)
+        reply.end()
+        if self._closes:
+            self._leave(is_read=is_read)
+        else:
+            self._wait_for_head()
+
+    def _wait_for_head(self) -> None:
+        """The last request is over: on to the next, which may have come already."""
+        self._state = _State.HEAD
+        self._head = None
+        self._is_idle = True
+        self._deadline_s = now_s() + self._options.keep_alive_s
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _bound_received(self) -> None:
+        if len(self._received) > PIPELINED_BYTES_MAX and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def _leave(self, *, is_read: bool) -> None:
+        """Let the client have what was written, then end the connection.
+
+        Closing while it still sends would reset the connection and lose the response, so where
+        a request was not read to its end, its rest is dropped for a while.
+        """
+        self._state = _State.LEAVING
+        self._received.clear()
+        self._deadline_s = now_s() + (self._owner.send_timeout_s if is_read else LEAVING_TIMEOUT_S)
+        if is_read or self._has_eof:
+            self._transport.close()
+        elif self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    def _be_late(self) -> None:
+        self._deadline_s = NEVER
+        if self._state is _State.BODY:
+            self._refuse(self._refusal(body_late(self._options.body_timeout_s)), is_read=False)
+        elif self._state is _State.HEAD and self._received and not self._is_full:
+            timeout_s = self._options.header_timeout_s
+            late = HeadLate(f"the request's head was not there after {timeout_s:g} s")
+            self._refuse(self._refusal(late), is_read=False)
+        elif self._state is not _State.ANSWERING:
+            self._transport.abort()
+
+    def _probe(self, reply: SocketReply | None, step: int) -> None:
+        """Find out whether a client that sends no more still listens to this reply."""
+        if reply is None or reply is not self._reply or self._state is not _State.ANSWERING:
+            return
+        if reply.is_streaming:
+            reply.ping()
+        elif not reply.has_begun and self._head is not None and self._head.version == "1.1":
+            self._transport.write(_PROBE)
+        delay_s = _PROBE_DELAYS_S[min(step, len(_PROBE_DELAYS_S) - 1)]
+        asyncio.get_running_loop().call_later(delay_s, self._probe, reply, step + 1)
+
+    def _hand_over(self) -> None:
+        received = bytes(self._received)
+        self._received.clear()
+        self._state = _State.GONE
+        self._owner.hand_over(self, self._transport, received)
+
+    def _close_exchange(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()

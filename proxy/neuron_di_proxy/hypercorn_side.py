@@ -1,0 +1,158 @@
+"""Everything but the hot requests: hypercorn serves the Quart application on given connections.
+
+hypercorn keeps a connection until it ends. What it does not bound itself, the time that a head
+may take on a connection that was idle, is bounded here.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hypercorn.asyncio.lifespan import Lifespan
+from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+from hypercorn.events import Event, Updated
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.typing import ASGIFramework, LifespanState
+from hypercorn.utils import wrap_app
+
+from neuron_di.clock import now_s
+from neuron_di.config import FrontOptions
+from neuron_di.obs import get_logger
+from neuron_di_proxy.front_sweep import NEVER
+
+_REQUESTS_MAX = 1 << 30  # per connection: hypercorn's own 1000 would end busy ones
+
+_log = get_logger(__name__)
+
+
+class HypercornSide:
+    """Serves connections that are handed over, while entered through `start` and `stop`."""
+
+    def __init__(self, app: ASGIFramework, options: FrontOptions) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._options = options
+        self._config = config = _config(options)
+        self._app = wrap_app(app, config.wsgi_max_body_size, "asgi")
+        self._context = WorkerContext(None)
+        self._state: LifespanState = {}
+        self._lifespan = Lifespan(self._app, config, self._loop, self._state)
+        self._held: dict[asyncio.Task[None], _Held] = {}
+
+    async def start(self) -> None:
+        """Start the application. Raises what its start-up raises."""
+        self._lifespan_task = self._loop.create_task(self._lifespan.handle_lifespan())
+        await self._lifespan.wait_for_startup()
+        if self._lifespan_task.done():
+            self._lifespan_task.result()
+
+    async def stop(self, timeout_s: float) -> None:
+        """End all connections, those that are busy after `timeout_s` too, then the application."""
+        await self._context.terminated.set()
+        if self._held:
+            _, late = await asyncio.wait(list(self._held), timeout=timeout_s)
+            for task in late:
+                self._held[task].abort()
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        await self._lifespan.wait_for_shutdown()
+        self._lifespan_task.cancel()
+        await asyncio.wait((self._lifespan_task,))
+
+    def hold(
+        self, transport: asyncio.Transport, received: bytes, on_end: Callable[[], None]
+    ) -> None:
+        """Serve a connection that has received this much. `on_end` is called once it is over."""
+        reader = asyncio.StreamReader(loop=self._loop)
+        protocol = _Feeding(reader, self._loop)
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+        held = _Held(
+            self._app,
+            self._loop,
+            self._config,
+            self._context,
+            self._state,
+            reader,
+            writer,
+            header_timeout_s=self._options.header_timeout_s,
+        )
+        protocol.held = held
+        if received:
+            reader.feed_data(received)
+        transport.resume_reading()
+        task = self._loop.create_task(held.run())
+        self._held[task] = held
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._held[task]
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                _log.exception("connection_failed", raised=error)
+            on_end()
+
+        task.add_done_callback(ended)
+
+    def sweep(self, at_s: float) -> None:
+        """End connections whose client takes too long to send a head."""
+        for held in self._held.values():
+            if at_s >= held.head_deadline_s:
+                held.abort()
+
+
+class _Held(TCPServer):
+    """hypercorn's connection; it tells us when it waits for a request."""
+
+    def __init__(self, *of_hypercorn: Any, header_timeout_s: float) -> None:
+        super().__init__(*of_hypercorn)
+        self.head_deadline_s = NEVER
+        self._header_timeout_s = header_timeout_s
+        self._is_idle = False  # a whole head comes with the connection
+
+    async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, Updated):
+            self._is_idle = event.idle
+            self.head_deadline_s = NEVER
+        await super().protocol_send(event)
+
+    def heard(self) -> None:
+        """Bytes have come."""
+        if not self._is_idle or self.head_deadline_s != NEVER:
+            return
+        if isinstance(self.protocol.protocol, H11Protocol):  # HTTP/2 has no heads of its own
+            self.head_deadline_s = now_s() + self._header_timeout_s
+
+    def abort(self) -> None:
+        self.head_deadline_s = NEVER
+        self.writer.transport.abort()
+
+
+class _Feeding(asyncio.StreamReaderProtocol):
+    """Feeds hypercorn's reader."""
+
+    held: _Held | None = None
+
+    def __init__(self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(reader, loop=loop)
+        self._own_reader = reader  # the base class keeps only a weak one
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.held is not None:
+            self.held.heard()
+
+
+def _config(options: FrontOptions) -> Config:
+    config = Config()
+    config.keep_alive_timeout = options.keep_alive_s
+    config.keep_alive_max_requests = _REQUESTS_MAX
+    config.h11_max_incomplete_size = options.header_bytes_max
+    config.h2_max_header_list_size = options.header_bytes_max
+    config.include_server_header = False
+    config.accesslog = None
+    config.errorlog = logging.getLogger("hypercorn.error")
+    return config

@@ -1,0 +1,102 @@
+"""JSON objects of clients, taken apart without reading what is in them.
+
+Which of two values of one name counts is decided differently by different readers, so a name
+that comes twice is refused. That is seen while the object is taken apart: each name is looked at
+once, values are only passed over.
+"""
+
+import re
+from collections.abc import Callable
+from types import GenericAlias
+from typing import Any, TypeVar
+
+import msgspec
+
+from neuron_di.errors import BadRequest
+
+FIELDS_MAX = 256  # of one request
+
+Value = TypeVar("Value")
+
+
+class _Name(str):
+    """A name of an object. Its own type, so that msgspec shows each one as it comes."""
+
+    __slots__ = ()
+
+
+class _Refused(Exception):
+    """Carries a refusal through the decoder."""
+
+    def __init__(self, reason: BadRequest) -> None:
+        self.reason = reason
+
+
+def read_body(body: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a request's body, each value as the client wrote it.
+
+    All of it is valid JSON in UTF-8, without half surrogates. Raises BadRequest.
+    """
+    try:
+        body.decode()  # `Raw` values are not checked for this by the decoder
+        return read_members(body, msgspec.Raw, count_max=FIELDS_MAX, param=None)
+    except msgspec.ValidationError:
+        raise BadRequest("the body must be a JSON object") from None
+    except UnicodeDecodeError:
+        raise BadRequest("the body is not valid JSON: it is not UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+
+
+def read_members(
+    raw: bytes | msgspec.Raw, value_type: type[Value], *, count_max: int, param: str | None
+) -> dict[str, Value]:
+    """The members of a JSON object. `param` is the field that it is the value of.
+
+    Raises BadRequest when a name comes twice or there are more than `count_max`, and what
+    msgspec raises when `raw` is no object of such values.
+    """
+    try:
+        members: dict[_Name, Value] = msgspec.json.decode(
+            raw,
+            type=GenericAlias(dict, (_Name, value_type)),
+            dec_hook=_watch_names(count_max, param),
+        )
+    except _Refused as refused:
+        raise refused.reason from None
+    return {str(name): value for name, value in members.items()}
+
+
+def _watch_names(count_max: int, param: str | None) -> Callable[[type, Any], _Name]:
+    seen: set[str] = set()
+
+    def watch(_: type, name: str) -> _Name:
+        # Raised at once: a body of a million names is not read to its end.
+        if name in seen:
+            raise _Refused(BadRequest(f"`{param or name}` is given twice", param=param or name))
+        if len(seen) == count_max:
+            whole = "the body" if param is None else f"`{param}`"
+            raise _Refused(BadRequest(f"{whole} has more than {count_max} entries", param=param))
+        seen.add(name)
+        return _Name(name)
+
+    return watch
+
+
+def explain(text: str) -> BadRequest:
+    """Turn msgspec's words ("Expected `int`, got `str` - at `$.n`") into an error with a name.
+
+    What the client wrote is not repeated, except for names of fields.
+    """
+    named = re.search(r"field `([^`]*)`", text)
+    path = re.search(r"`\$\.([^`]*)`$", text)
+    param = ".".join(match[1] for match in (path, named) if match) or None
+    if text.startswith("Object contains unknown field"):
+        return BadRequest(f"`{param}` is unknown", param=param)
+    if text.startswith("Expected `null`, got"):
+        return BadRequest(f"`{param}` is not supported", param=param)
+    if text.startswith("Invalid "):
+        return BadRequest(f"this value of `{param}` is not supported", param=param)
+    return BadRequest(text.replace("$.", ""), param=param)

@@ -1,0 +1,128 @@
+"""Who a request comes from: `Authorization: Bearer ndi-<id>-<secret>`, and nothing else.
+
+Every answer takes the same work, one digest and one comparison in constant time, whether a key
+is right, wrong, unknown, expired or missing: how long it took tells nothing.
+"""
+
+import hmac
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from neuron_di.clock import now_s
+from neuron_di.errors import ConfigError, Forbidden, Unauthorized
+from neuron_di.obs import get_logger
+from neuron_di_proxy.key_file import (
+    KEY_TEXT,
+    OTHERS_MAY_READ,
+    KeyRecord,
+    digest_of,
+    is_expired,
+    read_key_file,
+)
+from neuron_di_proxy.tenant import EVERYBODY, Tenant
+
+__all__ = ["LOOK_INTERVAL_S", "OPEN_PATHS", "OPERATOR_PATHS", "Keys", "Tenant", "authorize"]
+
+LOOK_INTERVAL_S = 1.0  # between two looks at whether the file changed
+OPEN_PATHS = frozenset({"/health", "/ready"})  # what load balancers ask, who have no key
+OPERATOR_PATHS = frozenset({"/metrics", "/status"})  # they show every tenant's doings
+
+_NO_DIGEST = "0" * 64  # compared with where there is no key
+
+_log = get_logger(__name__)
+
+
+class Keys:
+    """The keys of a file, re-read when it changes. Without a file everybody may come.
+
+    Owned by one event loop. ConfigError when the file is no good at the start; later the last
+    good one stays in force and the log says so.
+    """
+
+    def __init__(self, path: str | None, num_processes: int = 1) -> None:
+        self._num_processes = num_processes  # each gives a tenant its part
+        self._path = None if path is None else Path(path)
+        self._keys: dict[str, KeyRecord] = {}
+        self._tenants: dict[str, Tenant] = {}  # by key id
+        self._seen: _Seen | None = None
+        self._look_again_s = 0.0
+        if self._path is not None:
+            self._seen = _stat(self._path)
+            self._take(read_key_file(self._path))
+            self._look_again_s = now_s() + LOOK_INTERVAL_S
+
+    def tenant_of(self, authorization: str | None) -> Tenant:
+        """The tenant that the header's key belongs to. Unauthorized when there is none."""
+        if self._path is None:
+            return EVERYBODY
+        if now_s() >= self._look_again_s:
+            self._look()
+        scheme, _, text = (authorization or "").partition(" ")
+        shape = KEY_TEXT.fullmatch(text)
+        key_id, secret = shape.groups() if shape else ("", "")
+        record = self._keys.get(key_id)
+        digest = digest_of(secret)
+        is_right = hmac.compare_digest(digest, _NO_DIGEST if record is None else record.sha256)
+        if record is None or not is_right or scheme.lower() != "bearer":
+            raise Unauthorized(
+                "no API key was given: send 'Authorization: Bearer KEY'"
+                if authorization is None
+                else "the API key is not valid"
+            )
+        if is_expired(record):
+            raise Unauthorized("the API key has expired")
+        return self._tenants[key_id]
+
+    def _look(self) -> None:
+        assert self._path is not None, "without a file there is nothing to look at"
+        self._look_again_s = now_s() + LOOK_INTERVAL_S
+        found = _stat(self._path)
+        if found == self._seen:
+            return
+        self._seen = found
+        try:
+            self._take(read_key_file(self._path))
+        except ConfigError as error:
+            _log.error("keys_not_read", reason=error.message, keys_in_force=len(self._keys))
+
+    def _take(self, keys: dict[str, KeyRecord]) -> None:
+        self._keys = keys
+        num = self._num_processes
+        self._tenants = {key_id: record.limits().part(num) for key_id, record in keys.items()}
+        _log.info("keys_read", keys=len(keys))
+        if self._seen is not None and self._seen.mode & OTHERS_MAY_READ:
+            # It holds digests only, but names all tenants.
+            _log.warning("keys_readable", reason="others may read the key file: chmod 600 it")
+
+
+def authorize(keys: Keys, path: str, headers: Mapping[str, str]) -> Tenant:
+    """Who asks for `path`. Names in `headers` are lower case.
+
+    Raises Unauthorized without a valid key, for paths that do not exist, too; Forbidden where the
+    key is not an operator's and the path shows other tenants.
+    """
+    if path in OPEN_PATHS:
+        return EVERYBODY
+    tenant = keys.tenant_of(headers.get("authorization"))
+    if path in OPERATOR_PATHS and not tenant.is_operator:
+        raise Forbidden("this needs an operator's key: neuron-di key create --operator")
+    return tenant
+
+
+class _Seen(NamedTuple):
+    """What differs when a file was changed, replaced or given to others."""
+
+    changed_ns: int
+    size: int
+    inode: int
+    mode: int
+
+
+def _stat(path: Path) -> _Seen | None:
+    """None: it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return _Seen(found.st_ctime_ns, found.st_size, found.st_ino, found.st_mode)

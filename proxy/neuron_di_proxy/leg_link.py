@@ -1,0 +1,172 @@
+"""The proxy's end of a leg link: all legs at one worker process, over one connection.
+
+Nothing here waits. `data_received` gives each event to its leg's `hear` at once; a leg that is
+opened while the connection is being made is sent with the connection's first bytes.
+
+Next: neuron_di/wire/leg_link.py
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from neuron_di.config import LimitOptions
+from neuron_di.errors import (
+    CapacityError,
+    NeuronDiError,
+    PeerGone,
+    PeerTimeout,
+    RemoteProtocolError,
+)
+from neuron_di.types import WorkerId
+from neuron_di.wire import Failed, Finished, Released, Token, WorkerRecord
+from neuron_di.wire.leg_link import (
+    ALIVE_INTERVAL_S,
+    FROM_WORKER_BYTES_MAX,
+    MAGIC,
+    CloseLeg,
+    FrameReader,
+    LegKind,
+    OpenLeg,
+    ProxyAlive,
+    encode_frame,
+    told_decoder,
+)
+from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.workers import Hear
+
+# Prompts that a worker has not taken yet. One that reads nothing is given no more.
+UNSENT_BYTES_MAX = 64 << 20
+
+_ALIVE = bytes(encode_frame(ProxyAlive()))
+
+
+class LegLink(asyncio.Protocol):
+    """One connection. Made and used on the event loop; `on_end` is called once, when it is over.
+
+    When it ends, for whatever reason, each of its legs hears the reason as its last word.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        limits: LimitOptions,
+        on_end: Callable[["LegLink"], None],
+    ) -> None:
+        self._has_ended = False
+        self._worker_id: WorkerId = record.worker_id
+        self._limits = limits
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._hears: dict[int, Hear] = {}
+        self._num_opened = 0
+        self._unsent: dict[int, bytearray] = {}  # frames of legs, until there is a connection
+        self._frames = FrameReader(FROM_WORKER_BYTES_MAX)
+        self._watching: asyncio.TimerHandle | None = None
+        self._watch_interval_s = min(ALIVE_INTERVAL_S, limits.idle_timeout_s / 4)
+        self._num_silent = 0  # looks in a row at which nothing had come
+        self._connecting = self._loop.create_task(self._connect(record.host, record.api_port))
+
+    def open(self, kind: LegKind, document: bytes, hear: Hear) -> int:
+        """Send a leg, or keep it until there is a connection. Its number on this link."""
+        number = self._num_opened
+        self._num_opened += 1
+        self._hears[number] = hear
+        frame = encode_frame(OpenLeg(number, kind, document))
+        if self._transport is None:
+            self._unsent[number] = frame
+        elif self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self._loop.call_soon(self._refuse, number)
+        else:
+            self._transport.write(frame)
+        return number
+
+    def close_leg(self, number: int) -> None:
+        """Take a leg back, unless it is over: nothing is heard of it from now on."""
+        if self._hears.pop(number, None) is None or self._unsent.pop(number, None) is not None:
+            return
+        if self._transport is not None:
+            self._transport.write(encode_frame(CloseLeg(number)))
+
+    def end(self, error: NeuronDiError) -> None:
+        """End the link and all its legs, each of which hears `error`. May be called twice."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._connecting.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        self._on_end(self)
+        self._unsent.clear()
+        while self._hears:  # one that hears it may close others
+            _, hear = self._hears.popitem()
+            hear(error)
+
+    # What the connection calls.
+
+    def connection_made(self, transport: Any) -> None:
+        if self._has_ended:
+            transport.abort()
+            return
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._transport = transport
+        transport.writelines([MAGIC, *self._unsent.values()])
+        self._unsent.clear()
+        self._watching = self._loop.call_later(self._watch_interval_s, self._watch)
+
+    def data_received(self, data: bytes) -> None:
+        if self._has_ended:
+            return
+        self._num_silent = 0
+        hears = self._hears
+        try:
+            for payload in self._frames.feed(data):
+                told = told_decoder.decode(payload)
+                for number, index, token_id, text in told.tokens:
+                    if (hear := hears.get(number)) is not None:
+                        hear(Token(index=index, token_id=token_id, text=text))
+                for number, event in told.events:
+                    if isinstance(event, Failed | Finished | Released):
+                        if (hear := hears.pop(number, None)) is not None:
+                            hear(LegFailed(event) if isinstance(event, Failed) else event)
+                    elif (hear := hears.get(number)) is not None:
+                        hear(event)
+        except RemoteProtocolError as error:
+            text = f"worker {self._worker_id} cannot be understood: {error.message}"
+            self.end(RemoteProtocolError(text))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        reason = f" ({type(exc).__name__})" if exc is not None else ""
+        self.end(PeerGone(f"worker {self._worker_id} hung up{reason}"))
+
+    async def _connect(self, host: str, port: int) -> None:
+        try:
+            async with asyncio.timeout(self._limits.connect_timeout_s):
+                await self._loop.create_connection(lambda: self, host, port)
+        except TimeoutError:
+            self.end(PeerTimeout(f"worker {self._worker_id} cannot be reached in time"))
+        except (OSError, UnicodeError) as error:  # idna refuses some host names
+            self.end(PeerGone(f"worker {self._worker_id} is gone ({type(error).__name__})"))
+
+    def _watch(self) -> None:
+        """Say that we live, and see whether the worker does.
+
+        Silence is counted in looks, not by the clock: if it was us who stood still, what came
+        meanwhile is read before the next look.
+        """
+        self._num_silent += 1
+        if self._num_silent * self._watch_interval_s > self._limits.idle_timeout_s:
+            self.end(PeerTimeout(f"worker {self._worker_id} did not answer in time"))
+            return
+        if self._transport is not None and self._transport.get_write_buffer_size() == 0:
+            self._transport.write(_ALIVE)
+        self._watching = self._loop.call_later(self._watch_interval_s, self._watch)
+
+    def _refuse(self, number: int) -> None:
+        if (hear := self._hears.pop(number, None)) is not None:
+            hear(CapacityError(f"worker {self._worker_id} does not take what it is sent"))

@@ -1,0 +1,319 @@
+"""Makes one sequence of tokens of what the legs of an attempt say, and finds its end.
+
+Everything is done where it is heard, on the event loop: no task takes part before the end. Where
+the LAUNCH table says of a token no more than "emit", it takes the inbox's short way.
+"""
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+from neuron_di.clock import now_s
+from neuron_di.errors import (
+    KvMissing,
+    NeuronDiError,
+    PeerError,
+    PeerTimeout,
+    RemoteProtocolError,
+)
+from neuron_di.obs import get_logger
+from neuron_di.wire import Finished, Parked, Released, Token
+from neuron_di.wire.handoff import LAUNCH, LaunchAction, LaunchEvent, LaunchState, launch_step
+from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.failure import RequestTimeout, failure_of
+from neuron_di_proxy.health import Praise
+from neuron_di_proxy.inbox import Heard, Inbox, Side
+
+RELEASE_TIMEOUT_S = 1.0  # from the end of decode to prefill's word that its blocks are free
+DENIED_TIMEOUT_S = 1.0  # from prefill's word that decode gave up to decode's own why
+TIMER_S = 1e-3  # a timer may be early by as much
+
+_log = get_logger(__name__)
+
+# Gets a request's tokens, each once, in order, at once, on the event loop. It does not block.
+Emit = Callable[[Token], None]
+
+_EVENTS: Mapping[tuple[Side, type], LaunchEvent] = {
+    ("prefill", Token): LaunchEvent.PREFILL_TOKEN,
+    ("prefill", Parked): LaunchEvent.PREFILL_PARKED,
+    ("prefill", Released): LaunchEvent.PREFILL_RELEASED,
+    ("prefill", Finished): LaunchEvent.PREFILL_FINISHED,
+    ("decode", Token): LaunchEvent.DECODE_TOKEN,
+    ("decode", Finished): LaunchEvent.DECODE_FINISHED,
+}
+
+
+class Running(ABC):
+    """One attempt while it runs. `speaker` is whose words are dealt with, or were last."""
+
+    def __init__(self, attempt: Attempt, emit: Emit) -> None:
+        self.inbox = Inbox(self._deal)
+        self.praises: dict[Side, Praise] = {}
+        self.speaker: Side | None = None
+        self._attempt = attempt
+        self._emit = emit
+        self._due = attempt.first_index  # the next token's index
+        self._outcome: Finished | Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = math.inf
+
+    async def wait(self) -> Finished:
+        """Return or raise what becomes of the attempt."""
+        if self._outcome is None:
+            self._set_timer()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        assert self._outcome is not None, "it has ended"
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def close(self) -> None:
+        """Hear nothing more, and leave no timer."""
+        self.inbox.close()
+        self._stop_timer()
+
+    @abstractmethod
+    def step(self, heard: Heard) -> None:
+        """Deal with one event. What it raises ends the attempt."""
+
+    def next_s(self) -> float:
+        """When something is to be done although nobody has said anything."""
+        return self._attempt.deadline.at_s
+
+    def on_time(self) -> None:
+        """Nobody said anything until then. What it raises ends the attempt."""
+        self.speaker = None
+        raise RequestTimeout("the request was not complete in time")
+
+    def end(self, outcome: Finished | Exception) -> None:
+        """The first outcome counts. Nothing is heard after it."""
+        if self._outcome is None:
+            self._outcome = outcome
+            self.close()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+
+    def give(self, token: Token) -> None:
+        """Count a token and emit it. RemoteProtocolError unless it is the next one."""
+        if token.index != self._due:
+            raise RemoteProtocolError(
+                f"a worker sent token {token.index} where {self._due} was due"
+            )
+        self._due += 1
+        self._attempt.num_tokens += 1
+        self._emit(token)
+
+    def complete(self, finished: Finished) -> None:
+        """Check an end. Raises where a worker gave up, or where tokens were lost on the way."""
+        if finished.reason in ("cancelled", "error"):
+            raise PeerError(f"the request ended early: {finished.reason}")
+        if finished.num_generated != self._due:
+            raise RemoteProtocolError(
+                f"a worker ended after {finished.num_generated} tokens, of which {self._due} came"
+            )
+        if self.speaker != "decode":
+            self._attempt.num_cached = finished.num_cached
+        self.praise()
+
+    def praise(self) -> None:
+        """The speaker did what it was asked for: it is worth a further request."""
+        assert self.speaker is not None, "somebody spoke"
+        self.praises[self.speaker]()
+
+    def _deal(self, heard: Heard) -> None:
+        self.speaker = heard.side
+        try:
+            self.step(heard)
+        except Exception as error:
+            self.end(error)
+        else:
+            if self._outcome is None:
+                self._set_timer()
+
+    def _set_timer(self) -> None:
+        """See to it that `on_time` is called in time. One that comes too early is set again."""
+        next_s = self.next_s()
+        if next_s < self._timer_s:
+            self._stop_timer()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, next_s - now_s()), self._ring)
+            self._timer_s = next_s
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_s = None, math.inf
+
+    def _ring(self) -> None:
+        self._timer, self._timer_s = None, math.inf
+        try:
+            if self.next_s() - now_s() < TIMER_S:
+                self.on_time()
+        except Exception as error:
+            self.end(error)
+        if self._outcome is None:
+            self._set_timer()
+
+
+class WholeLeg(Running):
+    """A worker that does it all. Between tokens it may prefill for others."""
+
+    def step(self, heard: Heard) -> None:
+        said = heard.said
+        if isinstance(said, Exception):
+            raise said
+        if isinstance(said, Finished):
+            self._attempt.prefill = self._attempt.decode = said.receipt
+            self.complete(said)
+            self.end(said)
+        elif isinstance(said, Token):
+            self.give(said)
+            self.praise()
+            self.inbox.relay("whole", self.give)
+        else:
+            raise RemoteProtocolError(f"a worker sent {type(said).__name__} to a whole leg")
+
+
+class PairOfLegs(Running):
+    """Both legs, as the table moves them."""
+
+    def __init__(self, attempt: Attempt, emit: Emit, stall_timeout_s: float) -> None:
+        super().__init__(attempt, emit)
+        self._state = LaunchState.LAUNCHED
+        self._held: dict[Side, Heard] = {}  # put aside until the other leg has said more
+        self._stall_timeout_s = stall_timeout_s
+        self._stall_s = math.inf  # until then decode owes the next token
+        self._denied_s = math.inf  # until then decode may say why it gave up
+        self._release_s = math.inf  # until then prefill may say that its blocks are free
+        self._finished: Finished | None = None  # while that is waited for
+        self._is_prefill_over = False
+
+    def step(self, heard: Heard) -> None:
+        if heard.side == "prefill" and isinstance(heard.said, Exception | Released):
+            self._is_prefill_over = True
+        if self._finished is not None:
+            self._note_release(heard)
+            return
+        due: Heard | None = heard
+        while due is not None:
+            due = self._move(due, _event_of(due))
+        # What the table says of a token from now on is done by `_relay`.
+        relayed: Side | None = "decode" if is_steady(self._state) and not self._held else None
+        self.inbox.relay(relayed, self._relay)
+
+    def next_s(self) -> float:
+        return min(self._attempt.deadline.at_s, self._stall_s, self._denied_s, self._release_s)
+
+    def on_time(self) -> None:
+        deadline_s = self._attempt.deadline.at_s
+        if self._finished is not None:
+            self._end_complete()
+        elif self._denied_s < min(deadline_s, self._stall_s):
+            self._move(self._held["prefill"], LaunchEvent.OVERDUE)
+        elif deadline_s <= self._stall_s:
+            super().on_time()
+        else:
+            self.speaker = "decode"
+            worker_id = self._attempt.workers()[1].worker_id
+            raise PeerTimeout(f"worker {worker_id} sent no token for too long")
+
+    def _move(self, heard: Heard, event: LaunchEvent) -> Heard | None:
+        """Do what the table says. Returns what was put aside, and is to be looked at again."""
+        self.speaker, said = heard
+        is_decode = heard.side == "decode"
+        self._state, actions = launch_step(self._state, event)
+        if LaunchAction.HOLD_BACK in actions:
+            self._held[heard.side] = heard
+            if not is_decode:
+                self._denied_s = now_s() + DENIED_TIMEOUT_S
+            if len(self._held) < 2:
+                return None
+            return self._move(
+                self._held["prefill"], LaunchEvent.OVERDUE
+            )  # they wait for each other
+        due = self._held.pop("prefill" if is_decode else "decode", None)
+        if is_decode:
+            self._denied_s = math.inf
+            self.inbox.resume()
+        if isinstance(said, Parked):
+            self._attempt.is_parked = True
+            self._attempt.num_cached = said.num_cached
+            self.praise()
+        if LaunchAction.FAIL in actions:
+            assert isinstance(said, Exception), "only a failure fails"
+            raise said
+        if LaunchAction.KEEP_RECEIPT in actions:
+            self._keep_receipt(heard)
+            if self._state is LaunchState.PARKED:  # decode has the KV, and owes a token
+                self._stall_s = now_s() + self._stall_timeout_s
+        if LaunchAction.EMIT in actions:
+            assert isinstance(said, Token), "only tokens are given"
+            if is_decode:
+                self._relay(said)
+                self.praise()
+            else:  # which has not parked yet
+                self.give(said)
+        if LaunchAction.FINISH in actions:
+            assert isinstance(said, Finished), "only this finishes"
+            self.complete(said)
+            self._finish(said, is_decode=is_decode)
+            return None
+        return due
+
+    def _relay(self, token: Token) -> None:
+        """A token of decode, which then owes the next one."""
+        self._stall_s = now_s() + self._stall_timeout_s
+        self.give(token)
+
+    def _keep_receipt(self, heard: Heard) -> None:
+        assert isinstance(heard.said, Finished | Released), "only these have receipts"
+        if heard.side == "prefill":
+            self._attempt.prefill = heard.said.receipt
+        else:
+            self._attempt.decode = heard.said.receipt
+
+    # The end. Prefill's receipt is waited for; its absence does not spoil a complete answer.
+
+    def _finish(self, finished: Finished, *, is_decode: bool) -> None:
+        self._finished = finished
+        if not is_decode or self._is_prefill_over:
+            self._end_complete()
+        else:
+            self._stall_s = math.inf
+            self._release_s = now_s() + RELEASE_TIMEOUT_S
+
+    def _note_release(self, heard: Heard) -> None:
+        if isinstance(heard.said, Released):
+            self._attempt.prefill = heard.said.receipt
+        if self._is_prefill_over:
+            self._end_complete()
+
+    def _end_complete(self) -> None:
+        assert self._finished is not None, "decode said so, or prefill did"
+        if self._attempt.prefill is None:
+            _log.warning("release_unseen", request=self._attempt.request_id)
+        self.end(self._finished)
+
+
+def is_steady(state: LaunchState) -> bool:
+    """True where a decode worker's token is emitted, and nothing else happens, by the table."""
+    step = LAUNCH.get((state, LaunchEvent.DECODE_TOKEN))
+    return step is not None and step.state is state and step.actions == (LaunchAction.EMIT,)
+
+
+def _event_of(heard: Heard) -> LaunchEvent:
+    side, said = heard
+    if not isinstance(said, Exception):
+        event = _EVENTS.get((side, type(said)))
+        if event is None:
+            raise RemoteProtocolError(f"a worker sent {type(said).__name__} to a {side} leg")
+        return event
+    if not isinstance(said, NeuronDiError):
+        raise said  # a bug of ours
+    is_denied = failure_of(said).code == KvMissing.code
+    if side == "prefill":
+        return LaunchEvent.PREFILL_DENIED if is_denied else LaunchEvent.PREFILL_FAILED
+    return LaunchEvent.DECODE_DENIED if is_denied else LaunchEvent.DECODE_FAILED

@@ -1,0 +1,105 @@
+"""Several proxy processes on one port. The first starts the others, and starts them again.
+
+Each has its own connections to every worker and takes its part of what the operator allows.
+The system spreads clients' connections over them (SO_REUSEPORT).
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from neuron_di.child import Child, end
+from neuron_di.clock import Deadline
+from neuron_di.config import FrontOptions, LimitOptions, ProxyOptions, flags_of
+from neuron_di.obs import get_logger
+from neuron_di_proxy.siblings import SiblingPlace
+
+START_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 5.0  # beside the drain
+
+_log = get_logger(__name__)
+
+
+class FurtherProcesses:
+    """The processes beside the first one, while entered. The first one's own end ends them."""
+
+    def __init__(self, options: ProxyOptions, port: int, registry_address: str) -> None:
+        self._options = options
+        self._port = port
+        self._registry_address = registry_address
+        self._watches: list[asyncio.Task[str]] = []
+
+    async def __aenter__(self) -> Self:
+        """Start them all. Raises what keeps one from starting."""
+        async with AsyncExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="neuron-di-proxy-"))
+            num_processes = self._options.front.processes
+            self.place = SiblingPlace(folder=folder, index=0, num_processes=num_processes)
+            self._children = [self._child(index) for index in range(1, num_processes)]
+            stack.push_async_callback(self._end)
+            deadline = Deadline.after(START_TIMEOUT_S)
+            async with asyncio.TaskGroup() as group:
+                for child in self._children:
+                    group.create_task(child.start(deadline, lambda _name, _report: None))
+            self._watches = [
+                asyncio.create_task(child.keep_up(START_TIMEOUT_S, lambda _words: None))
+                for child in self._children
+            ]
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.__aexit__(kind, error, traceback)
+
+    def drain(self) -> None:
+        """Ask them to end: they let their requests finish, as the first process does."""
+        for watch in self._watches:
+            watch.cancel()
+        for child in self._children:
+            child.terminate()
+
+    async def _end(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        if self._watches:
+            await asyncio.wait(self._watches)
+        await end(self._children, self._options.limits.drain_timeout_s + END_TIMEOUT_S)
+
+    def _child(self, index: int) -> Child:
+        options = replace(
+            self._options,
+            port=self._port,
+            parent_pid=os.getpid(),
+            sibling_index=index,
+            sibling_folder=self.place.folder,
+            sibling_registry=self._registry_address or None,
+        )
+        command = [sys.executable, "-m", "neuron_di", "proxy", *flags_of(options)]
+        return Child(f"proxy-{index}", lambda: command)
+
+
+def part_of(front: FrontOptions, limits: LimitOptions) -> tuple[FrontOptions, LimitOptions]:
+    """One process' part of what the operator allows the proxy; at least one of everything."""
+    num = front.processes
+    return (
+        replace(front, connections_max=_part(front.connections_max, num)),
+        replace(
+            limits,
+            requests_max=None if limits.requests_max is None else _part(limits.requests_max, num),
+            queue_max=None if limits.queue_max is None else -(-limits.queue_max // num),
+        ),
+    )
+
+
+def _part(whole: int, num: int) -> int:
+    return max(1, -(-whole // num))

@@ -1,0 +1,85 @@
+"""A Reply whose bytes Quart sends: for every server that speaks ASGI."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+
+from neuron_di.errors import LocalProtocolError
+from neuron_di_proxy.reply import Headers
+
+UNREAD_BYTES_MAX = 4 << 20  # of an answer that its client does not take
+PING = b": ping\n\n"  # an SSE comment: it keeps connections open that middle boxes think idle
+
+
+class QuartReply:
+    """Written by the task that answers, read by the one that Quart sends from.
+
+    A client that leaves more unread than is kept for it loses its connection.
+    """
+
+    def __init__(self, ping_interval_s: float) -> None:
+        self.has_begun = False
+        self.status = 0
+        self.headers: Headers = []
+        self.length: int | None = None
+        self._ping_interval_s = ping_interval_s or None
+        self._unread: deque[bytes] = deque()
+        self._num_unread_bytes = 0
+        self._is_over = False
+        self._is_broken = False
+        self._changed = asyncio.Event()
+
+    def begin(self, status: int, headers: Headers, *, length: int | None) -> None:
+        self.has_begun = True
+        self.status, self.headers, self.length = status, headers, length
+        self._changed.set()
+
+    def write(self, data: bytes) -> None:
+        self._unread.append(data)
+        self._num_unread_bytes += len(data)
+        if self._num_unread_bytes > UNREAD_BYTES_MAX and self.length is None:
+            self.abort()
+        self._changed.set()
+
+    def end(self) -> None:
+        self._is_over = True
+        self._changed.set()
+
+    def abort(self) -> None:
+        self._is_broken = True
+        self._changed.set()
+
+    async def head(self, answering: "asyncio.Task[None]") -> None:
+        """Wait until the status and headers are known. Raises where `answering` never says."""
+        waiting = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait((waiting, answering), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if not self.has_begun:
+            raise LocalProtocolError("a request was not answered")
+
+    def whole(self) -> bytes:
+        """The body of an answer that is not streamed; it is complete when its head is known."""
+        return b"".join(self._unread)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The body, piece by piece, with a comment now and then where nothing comes.
+
+        Raises ConnectionError, which ends the response early, when it was aborted.
+        """
+        while True:
+            while self._unread and not self._is_broken:
+                piece = self._unread.popleft()
+                self._num_unread_bytes -= len(piece)
+                yield piece
+            if self._is_broken:
+                raise ConnectionAbortedError("the client does not read its answer")
+            if self._is_over:
+                return
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self._ping_interval_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                yield PING

@@ -1,0 +1,37 @@
+"""An HTTP response while it is written, whichever server has the connection.
+
+`front.py` writes to a socket of its own, `app.py` hands the bytes to Quart. Whoever answers a
+request knows this protocol only, so that both write the same.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+Headers = Sequence[tuple[str, str]]  # lower-case names, in the order they are sent
+
+
+class Reply(Protocol):
+    """One response: `begin`, `write` as often as there is something, `end`. Owned by one task.
+
+    Nothing here waits. What a client does not take is kept, up to a bound; beyond it, or when it
+    takes nothing for `send_timeout_s`, the request is ended as if its client had left. A client
+    that leaves cancels the task that answers it; what is written after that is dropped.
+    """
+
+    has_begun: bool
+
+    def begin(self, status: int, headers: Headers, *, length: int | None) -> None:
+        """Send the head. `length` is the body's; None: it is streamed, as long as it takes."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the body. Of a stream, each piece is one or more whole SSE events."""
+        ...
+
+    def end(self) -> None:
+        """The body is complete."""
+        ...
+
+    def abort(self) -> None:
+        """Break the connection off: the body is not complete, and the client must see that."""
+        ...

@@ -1,0 +1,116 @@
+"""The head of an HTTP/1 request: read strictly, because two readings of one head are a way in.
+
+What a proxy before us could take for another message is refused: bare line ends, two lengths, a
+length beside a transfer coding, codings we do not undo.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import httptools
+
+from neuron_di.errors import BadRequest, ClientError
+
+HEADERS_MAX = 100
+
+_ONCE = ("host", "content-length", "transfer-encoding", "authorization", "x-request-id")
+_VERSIONS: dict[str, Literal["1.0", "1.1"]] = {"1.0": "1.0", "1.1": "1.1"}
+
+
+class HeadTooLarge(ClientError):
+    """Raised when a request's head is larger than a limit."""
+
+    http_status = 431
+    code = "request_header_fields_too_large"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """A request as its head states it. `path` has no query; `headers` go by lower-case name."""
+
+    method: str
+    path: str
+    version: Literal["1.0", "1.1"]
+    headers: dict[str, str]
+    body_bytes: int | None  # None: chunked
+    keeps_alive: bool
+    wants_continue: bool
+
+
+class _Fields:
+    """What the parser reports."""
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.is_complete = False
+
+    def on_url(self, target: bytes) -> None:
+        self.target += target
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.is_complete = True
+
+
+def read_head(raw: bytes) -> RequestHead:
+    """Read a whole head, its empty line included.
+
+    Raises BadRequest, or HeadTooLarge for too many headers. After that nobody can say where the
+    next request begins: the connection must end.
+    """
+    num_lines = raw.count(b"\r\n")
+    if num_lines != raw.count(b"\n") or num_lines != raw.count(b"\r"):
+        raise BadRequest("a line of the request's head ends in other bytes than CR LF")
+    if num_lines - 2 > HEADERS_MAX:
+        raise HeadTooLarge(f"a request has at most {HEADERS_MAX} headers")
+    fields = _Fields()
+    parser = httptools.HttpRequestParser(fields)
+    try:
+        parser.feed_data(raw)
+    except httptools.HttpParserUpgrade:
+        pass  # whoever gets the connection decides whether to
+    except httptools.HttpParserError as error:
+        raise BadRequest(f"the request's head is not HTTP: {error}") from None
+    version = _VERSIONS.get(parser.get_http_version())
+    if not fields.is_complete or version is None:
+        raise BadRequest("the request is not HTTP/1.0 or HTTP/1.1")
+    headers: dict[str, str] = {}
+    for raw_name, value in fields.headers:
+        name = raw_name.decode("ascii").lower()
+        if name not in headers:
+            headers[name] = value.decode("latin-1")
+        elif name in _ONCE:
+            raise BadRequest(f"the header {name} is there twice")
+        else:
+            headers[name] += ", " + value.decode("latin-1")
+    if version == "1.1" and "host" not in headers:
+        raise BadRequest("the header Host is missing")
+    return RequestHead(
+        method=parser.get_method().decode("ascii"),
+        path=fields.target.partition(b"?")[0].decode("latin-1"),
+        version=version,
+        headers=headers,
+        body_bytes=_body_bytes(headers, version),
+        keeps_alive=version == "1.1" and "close" not in _tokens(headers.get("connection", "")),
+        wants_continue=version == "1.1" and "expect" in headers,
+    )
+
+
+def _tokens(value: str) -> list[str]:
+    return [token.strip().lower() for token in value.split(",")]
+
+
+def _body_bytes(headers: dict[str, str], version: str) -> int | None:
+    coding, length = headers.get("transfer-encoding"), headers.get("content-length")
+    if coding is not None:
+        if length is not None or version == "1.0" or coding.strip().lower() != "chunked":
+            raise BadRequest("of transfer codings only chunked is known, and without a length")
+        return None
+    if length is None:
+        return 0
+    if not (length.isascii() and length.isdigit()) or len(length) > 18:
+        raise BadRequest("Content-Length is no length")
+    return int(length)

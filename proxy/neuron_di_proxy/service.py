@@ -1,0 +1,320 @@
+"""A request for tokens from its head to its end, whichever server has the connection.
+
+    open      what the head tells: the request's id, the key, whether there is room for a body
+    answer    the body: read, wait for a place, run all choices, write the reply
+    close     the place is free again
+
+Next: proxy/neuron_di_proxy/openai_request.py, proxy/neuron_di_proxy/choices.py
+"""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+import msgspec
+
+from neuron_di.clock import Deadline, now_s
+from neuron_di.errors import BadRequest, NeuronDiError
+from neuron_di.obs import get_logger
+from neuron_di.types import RequestId
+from neuron_di.wire import Failed
+from neuron_di_proxy.admission import Admission, Ticket
+from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer, continued_of
+from neuron_di_proxy.choice_request import Endpoint
+from neuron_di_proxy.choices import Choice, choice_id, run_choices
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.failure import failure_of
+from neuron_di_proxy.health import Health, HealthReport
+from neuron_di_proxy.keys import Keys, Tenant
+from neuron_di_proxy.metrics import Metrics
+from neuron_di_proxy.model_traits import ModelTraits, traits_of
+from neuron_di_proxy.openai_request import ClientRequest, read_chat, read_completion
+from neuron_di_proxy.openai_response import answer_to
+from neuron_di_proxy.receipts import Receipt, ReceiptStore, RequestRecord, durations_of
+from neuron_di_proxy.recovery import RequestRunner
+from neuron_di_proxy.refusal import Refusal, refusal_of, stream_error
+from neuron_di_proxy.reply import Headers, Reply
+from neuron_di_proxy.route import Directory, Router
+from neuron_di_proxy.self_test import PairBook, PairResult, SelfTest
+from neuron_di_proxy.trace_context import TraceContext
+from neuron_di_proxy.tracing import Tracing
+from neuron_di_proxy.worker_client import WorkerClient
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # printable, and safe in a header and a log
+_READERS = {"chat": read_chat, "completions": read_completion}
+
+_log = get_logger(__name__)
+
+
+class Service:
+    """All that answers requests for tokens in one proxy process. Runs while entered.
+
+    To stop: `admission.drain()`, wait for `admission`, `abandon_running`, leave.
+    """
+
+    def __init__(self, config: ProxyConfig, directory: Directory) -> None:
+        self.config = config
+        self.limits = limits = config.limits
+        rng = random.Random()  # noqa: S311 - spreads retries, keeps no secret
+        self.client = WorkerClient(limits)
+        self.health = Health(self.client, directory, limits)
+        self.pairs = PairBook()
+        self.router = Router(directory, self.health, self.pairs)
+        self.runner = RequestRunner(self.client, self.router, self.health, limits, rng)
+        self.keys = Keys(config.front.api_keys, config.front.processes)
+        self.admission = Admission(limits, self._num_slots)
+        self.receipts = ReceiptStore()
+        self.metrics = Metrics(self)
+        self.tracing = Tracing(config.front.otlp_endpoint, self.metrics.count_traces)
+        self._self_test = SelfTest(self.client, directory, self.health, limits, self.pairs, rng)
+        self._directory = directory
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for part in (self.tracing, self.client, self.health, self._self_test):
+                await stack.enter_async_context(part)
+            self._parts = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._parts.__aexit__(kind, error, traceback)
+
+    def open(self, endpoint: Endpoint, headers: Mapping[str, str]) -> "Exchange":
+        """Take a request whose head has come. The caller owns the Exchange and closes it.
+
+        `headers` by lower-case name. Raises what the head alone is refused for: BadRequest,
+        Unauthorized, RateLimited, CapacityError.
+        """
+        try:
+            client_id = client_id_of(headers)
+            tenant = self.keys.tenant_of(headers.get("authorization"))
+            ticket = self.admission.arrive(tenant)
+        except NeuronDiError as error:
+            self.metrics.count_refused(failure_of(error).code)
+            raise
+        trace = self.tracing.open(headers.get("traceparent"))
+        return Exchange(self, endpoint, tenant, ticket, client_id, trace)
+
+    def refuse(self, error: Exception, headers: Mapping[str, str] | None = None) -> Refusal:
+        """The response for a request that never became an Exchange."""
+        try:
+            client_id = client_id_of(headers or {})
+        except BadRequest:
+            client_id = None
+        return refusal_of(error, client_id or uuid4().hex)
+
+    def abandon_running(self) -> None:
+        """End what still runs as a failure that says so."""
+        self.admission.abandon_waiting()
+        self.runner.abandon()
+
+    def traits(self, model: str) -> ModelTraits:
+        """What a request for `model` may ask. Raises ModelNotFound."""
+        return traits_of(self._directory, model)
+
+    def end_choice(
+        self, tenant: Tenant, trace: TraceContext | None, receipt: Receipt, code: str | None
+    ) -> None:
+        """A choice is over: count it, keep its receipt, say so."""
+        self.receipts.add(receipt)
+        self.admission.spend(tenant, receipt.num_prompt + receipt.num_generated)
+        self.metrics.count(receipt, code)
+        self.tracing.end(trace, receipt, code, tenant.name)
+        _log.info(
+            "request_end",
+            request=receipt.request_id,
+            tenant=tenant.name,
+            prefill=receipt.prefill_worker,
+            decode=receipt.decode_worker,
+            attempts=len(receipt.attempts),
+            continued=receipt.continued,
+            tokens=receipt.num_generated,
+            reason=receipt.finish_reason,
+            code=code,
+            **durations_of(receipt),
+            trace=trace.trace_id if trace is not None else None,
+        )
+
+    def _num_slots(self) -> int:
+        """This process' part of the workers' slots."""
+        return -(-self.router.num_slots() // self.config.front.processes)
+
+    # What the metrics ask for at each scrape.
+
+    def num_running(self) -> int:
+        return self.admission.num_running
+
+    def num_waiting(self) -> int:
+        return self.admission.num_waiting
+
+    def retry_budget(self) -> float:
+        return self.runner.budget.left
+
+    def health_reports(self) -> list[HealthReport]:
+        return self.health.reports()
+
+    def pair_results(self) -> list[PairResult]:
+        return self.pairs.results()
+
+
+class Exchange:
+    """One HTTP request for tokens. `request_id` is ours and unique; the client's is only echoed."""
+
+    def __init__(
+        self,
+        service: Service,
+        endpoint: Endpoint,
+        tenant: Tenant,
+        ticket: Ticket,
+        client_id: str | None,
+        trace: TraceContext | None,
+    ) -> None:
+        self._arrived_s = now_s()
+        self.request_id = RequestId(uuid4().hex)
+        self.echoed_id = client_id or self.request_id
+        self._service = service
+        self._endpoint: Endpoint = endpoint
+        self._tenant = tenant
+        self._ticket = ticket
+        self._trace = trace
+        self._records: list[RequestRecord] = []
+
+    async def answer(self, body: bytes, reply: Reply) -> None:
+        """Answer the request. Whatever goes wrong is said in the reply.
+
+        Cancelling gives the request up: its client has left.
+        """
+        try:
+            wanted = self._read(body)
+            await self._wait_turn(wanted)
+            await self._run(wanted, reply)
+        except Exception as error:
+            if not isinstance(error, NeuronDiError):
+                _log.exception("internal_error", request=self.request_id)
+            self._fail(error, reply)
+
+    def close(self) -> None:
+        """Give the request's place back. May be called twice."""
+        self._ticket.close()
+
+    def refuse(self, error: Exception | Failed) -> Refusal:
+        """The response for a request whose body cannot be had."""
+        failed = error if isinstance(error, Failed) else failure_of(error)
+        self._service.metrics.count_refused(failed.code)
+        return refusal_of(error, self.echoed_id)
+
+    def _read(self, body: bytes) -> ClientRequest:
+        try:
+            service = self._service
+            wanted = _READERS[self._endpoint](
+                body, choices_max=service.limits.choices_max, traits_of=service.traits
+            )
+            wanted = self._within_tenants_limits(wanted)
+            self._ticket.take(wanted.num_choices)
+        except NeuronDiError as error:
+            self._service.metrics.count_refused(failure_of(error).code)
+            raise
+        return wanted
+
+    async def _wait_turn(self, wanted: ClientRequest) -> None:
+        service = self._service
+        try:
+            with service.metrics.of(wanted.model).waiting(wanted.num_choices):
+                await self._ticket.turn(Deadline.after(service.limits.queue_timeout_s))
+        except NeuronDiError as error:
+            service.metrics.count_refused(failure_of(error).code)
+            raise
+
+    def _within_tenants_limits(self, wanted: ClientRequest) -> ClientRequest:
+        max_tokens = self._tenant.cap_tokens(wanted.sampling.max_tokens)
+        if max_tokens == wanted.sampling.max_tokens:
+            return wanted
+        sampling = msgspec.structs.replace(wanted.sampling, max_tokens=max_tokens)
+        return replace(wanted, sampling=sampling)
+
+    async def _run(self, wanted: ClientRequest, reply: Reply) -> None:
+        service, num_choices = self._service, wanted.num_choices
+        self._records = records = [
+            RequestRecord(
+                request_id=choice_id(self.request_id, index),
+                model=wanted.model,
+                arrived_s=self._arrived_s,
+            )
+            for index in range(num_choices)
+        ]
+        answer = answer_to(wanted, self.request_id, service.traits(wanted.model))
+        kind = StreamedAnswer if wanted.stream else WholeAnswer
+        content_type = "text/event-stream" if wanted.stream else "application/json"
+        sink = kind(answer, records, reply, partial(self._headers, content_type))
+        counts = service.metrics.of(wanted.model)
+        choices: list[Choice] = []
+        for index, record in enumerate(records):
+            trace = service.tracing.below(self._trace)
+            request = wanted.choice(index)
+            if trace is not None:
+                request = replace(request, traceparent=trace.header())
+            on_end = partial(service.end_choice, self._tenant, trace)
+            choices.append(Choice(index, request, record, sink, on_end, counts.count_gap))
+        with counts.running(num_choices):
+            await run_choices(choices, service.runner)
+
+    def _fail(self, error: Exception, reply: Reply) -> None:
+        """Say it with the right status, or, where a stream has begun, as its last event.
+
+        No DONE then, and a choice without a finish reason: the client can tell that this is
+        not the end.
+        """
+        if reply.has_begun:
+            reply.write(stream_error(error))
+            reply.end()
+            return
+        refusal = refusal_of(error, self.echoed_id)
+        headers = [*refusal.headers, *_route_headers(self._records)]
+        reply.begin(refusal.status, headers, length=len(refusal.body))
+        reply.write(refusal.body)
+        reply.end()
+
+    def _headers(self, content_type: str) -> Headers:
+        headers = [("content-type", content_type)]
+        if content_type == "text/event-stream":
+            # Middle boxes must pass each event on as it comes.
+            headers += [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
+        return [*headers, ("x-request-id", self.echoed_id), *_route_headers(self._records)]
+
+
+def client_id_of(headers: Mapping[str, str]) -> str | None:
+    """The id that a client gave its request, if it did. BadRequest when it cannot be echoed."""
+    given = headers.get("x-request-id")
+    if given is not None and _CLIENT_ID.fullmatch(given) is None:
+        raise BadRequest(
+            "X-Request-Id may have 1 to 128 letters, digits and ._:/+=@-", param="X-Request-Id"
+        )
+    return given
+
+
+def _route_headers(records: Sequence[RequestRecord]) -> Headers:
+    """Where choice 0 comes from, and what all choices went through.
+
+    Of a stream, as known at its first byte.
+    """
+    if not records or not records[0].attempts:
+        return []
+    last = records[0].attempts[-1]
+    prefill, decode = last.workers()
+    route = f"prefill={prefill.worker_id}; decode={decode.worker_id}; attempt={last.number}"
+    headers = [("x-neuron-di-route", route)]
+    continued = continued_of(records)
+    if continued is not None:
+        headers.append(("x-neuron-di-continued", str(continued.continued)))
+    return headers

@@ -1,0 +1,127 @@
+"""What the processes of one proxy tell each other, so that any of them can answer for all.
+
+Each listens on a socket of its own in a private folder. A question is one line, the answer is
+all that comes until the end; nothing comes for what is not known.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from neuron_di_proxy.metrics_of_all import join_metrics
+from neuron_di_proxy.receipts import Receipt
+from neuron_di_proxy.service import Service
+from neuron_di_proxy.status import ProxyStatus, report_proxy
+
+ANSWER_TIMEOUT_S = 2.0
+QUESTION_BYTES_MAX = 1024
+
+_receipt_decoder = msgspec.json.Decoder(Receipt)
+_status_decoder = msgspec.json.Decoder(ProxyStatus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiblingPlace:
+    """Which of how many processes this one is. `folder` is nobody else's to read."""
+
+    folder: str
+    index: int
+    num_processes: int
+
+    def path_of(self, index: int) -> Path:
+        return Path(self.folder) / f"{index}.socket"
+
+
+class Siblings:
+    """Answers the other processes while entered, and asks them. Without a place there are none.
+
+    A process that does not answer in time is left out: it is being started again.
+    """
+
+    def __init__(self, service: Service, place: SiblingPlace | None) -> None:
+        self._service = service
+        self._place = place
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._place is not None:
+            path = self._place.path_of(self._place.index)
+            path.unlink(missing_ok=True)  # a predecessor's
+            self._server = await asyncio.start_unix_server(self._serve, path)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def metrics(self) -> bytes:
+        """The metrics of all processes as one scrape."""
+        own = self._service.metrics.text()
+        if self._place is None:
+            return own
+        return join_metrics({self._place.index: own} | await self._ask_all("metrics"))
+
+    async def statuses(self) -> list[ProxyStatus]:
+        """How the other processes are."""
+        answers = await self._ask_all("status")
+        return [_status_decoder.decode(answer) for answer in answers.values()]
+
+    async def receipt(self, answer_id: str) -> Receipt | None:
+        """The receipt of an answer that any process gave; None where none has it."""
+        own = self._service.receipts.get(answer_id)
+        if own is not None or not answer_id.isascii() or not answer_id.isprintable():
+            return own
+        answers = await self._ask_all(f"receipt {answer_id}")
+        return next((_receipt_decoder.decode(answer) for answer in answers.values()), None)
+
+    async def _ask_all(self, question: str) -> dict[int, bytes]:
+        """What each other process has to say, by its index."""
+        place = self._place
+        if place is None or len(question) >= QUESTION_BYTES_MAX:
+            return {}
+        others = [index for index in range(place.num_processes) if index != place.index]
+        answers = await asyncio.gather(*(_ask(place.path_of(each), question) for each in others))
+        return {index: answer for index, answer in zip(others, answers, strict=True) if answer}
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, ValueError, TimeoutError):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                question = (await reader.readline()).decode().strip()
+                writer.write(self._answer(question))
+                await writer.drain()
+        writer.close()
+
+    def _answer(self, question: str) -> bytes:
+        service = self._service
+        match question.partition(" "):
+            case ("metrics", _, _):
+                return service.metrics.text()
+            case ("status", _, _):
+                return msgspec.json.encode(report_proxy(service.admission))
+            case ("receipt", _, answer_id):
+                receipt = service.receipts.get(answer_id)
+                return b"" if receipt is None else msgspec.json.encode(receipt)
+        return b""
+
+
+async def _ask(path: Path, question: str) -> bytes:
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                writer.write(f"{question}\n".encode())
+                return await reader.read(-1)
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return b""

@@ -1,0 +1,109 @@
+"""A Reply that is written to its client's transport as it comes: HTTP/1.1, byte by byte ours."""
+
+import asyncio
+from email.utils import formatdate
+
+from neuron_di.clock import unix_s
+from neuron_di.errors import LocalProtocolError
+from neuron_di_proxy.quart_reply import PING, UNREAD_BYTES_MAX
+from neuron_di_proxy.reply import Headers
+
+_PING_CHUNK = b"%x\r\n%b\r\n" % (len(PING), PING)
+
+
+class _DateHeader:
+    """The Date header's line, made once a second."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._line = b""
+
+    def line(self) -> bytes:
+        second = int(unix_s())
+        if second != self._second:
+            self._second = second
+            self._line = b"date: %b\r\n" % formatdate(second, usegmt=True).encode()
+        return self._line
+
+
+_date = _DateHeader()
+
+
+class SocketReply:
+    """One response on a transport that belongs to its connection.
+
+    `is_full` is the connection's: the transport asked to wait. `num_silent` counts the sweeps
+    since something was written.
+    """
+
+    __slots__ = (
+        "_closes",
+        "_has_length",
+        "_is_chunked",
+        "_transport",
+        "has_begun",
+        "is_full",
+        "is_over",
+        "num_silent",
+    )
+
+    def __init__(self, transport: asyncio.Transport, *, is_chunked: bool, closes: bool) -> None:
+        self._transport = transport
+        self._is_chunked = is_chunked  # where the length is not known beforehand
+        self._closes = closes
+        self._has_length = False
+        self.has_begun = False
+        self.is_over = False
+        self.is_full = False
+        self.num_silent = 0
+
+    def begin(self, status: int, headers: Headers, *, length: int | None) -> None:
+        if self.has_begun:
+            raise LocalProtocolError("a response begins once")
+        lines = [f"HTTP/1.1 {status} \r\n"]
+        lines += [f"{name}: {value}\r\n" for name, value in headers]
+        if length is not None:
+            lines.append(f"content-length: {length}\r\n")
+            self._has_length = True
+            self._is_chunked = False
+        head = "".join(lines)
+        if head.count("\r") != len(lines) or head.count("\n") != len(lines):
+            raise LocalProtocolError("a header of the response has a line end in it")
+        tail = _date.line()
+        if self._is_chunked:
+            tail += b"Transfer-Encoding: chunked\r\n"  # cased as hypercorn's h11 does
+        if self._closes:
+            tail += b"Connection: close\r\n"
+        self.has_begun = True
+        self._transport.write(b"%b%b\r\n" % (head.encode("latin-1"), tail))
+
+    def write(self, data: bytes) -> None:
+        self.num_silent = 0
+        if self._is_chunked:
+            if not data:  # it would read as the end
+                return
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._transport.write(data)
+        if self.is_full and not self._has_length and self._num_unread() > UNREAD_BYTES_MAX:
+            self.abort()
+
+    def end(self) -> None:
+        self.is_over = True
+        if self._is_chunked:
+            self._transport.write(b"0\r\n\r\n")
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _num_unread(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a comment may be put between two pieces now."""
+        return self.has_begun and not self.is_over and self._is_chunked
+
+    def ping(self) -> None:
+        """Say that the stream lives."""
+        self.num_silent = 0
+        self._transport.write(_PING_CHUNK)

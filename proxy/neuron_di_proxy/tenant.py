@@ -1,0 +1,51 @@
+"""A tenant: whoever is accounted for as one, and what it may take."""
+
+from dataclasses import dataclass, replace
+
+from neuron_di.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """A tenant and its limits. None: no limit of its own.
+
+    `weight` is its share where tenants compete: with twice the weight, twice the tokens.
+    """
+
+    name: str
+    weight: float = 1.0
+    requests_max: int | None = None  # at once, waiting ones included
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers, counted when an answer ends
+    max_tokens: int | None = None  # of one answer
+    is_operator: bool = False  # may see the state of the server, which shows all tenants
+
+    def cap_tokens(self, max_tokens: int | None) -> int | None:
+        """How long an answer may be when `max_tokens` are asked for. BadRequest when too many."""
+        if self.max_tokens is None:
+            return max_tokens
+        if max_tokens is not None and max_tokens > self.max_tokens:
+            raise BadRequest(
+                f"this API key allows answers of at most {self.max_tokens} tokens",
+                param="max_tokens",
+            )
+        return self.max_tokens if max_tokens is None else max_tokens
+
+    def part(self, num_processes: int) -> "Tenant":
+        """What one of several processes may give the tenant, at least one of everything."""
+        if num_processes == 1:
+            return self
+        return replace(
+            self,
+            requests_max=_part(self.requests_max, num_processes),
+            requests_per_minute=_part(self.requests_per_minute, num_processes),
+            tokens_per_minute=_part(self.tokens_per_minute, num_processes),
+        )
+
+
+def _part(whole: int | None, num: int) -> int | None:
+    return None if whole is None else -(-whole // num)
+
+
+# Whoever can connect, where no keys are set.
+EVERYBODY = Tenant(name="everybody", is_operator=True)

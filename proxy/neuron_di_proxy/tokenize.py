@@ -1,0 +1,140 @@
+"""/tokenize and /detokenize, as vLLM has them: read here, answered by any worker of the model."""
+
+from typing import Literal
+
+import msgspec
+
+from neuron_di.clock import Deadline
+from neuron_di.errors import BadRequest, PeerError, RemoteProtocolError
+from neuron_di.wire import (
+    JSON_NULL,
+    DetokenizeIds,
+    Failed,
+    PromptOptions,
+    TokenizePrompt,
+    leg_event_decoder,
+)
+from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.json_object import explain, read_body
+from neuron_di_proxy.route import Router
+from neuron_di_proxy.worker_client import WorkerClient
+from neuron_di_proxy.workers import Process, process_of
+
+TokenizeKind = Literal["tokenize", "detokenize"]
+
+TIMEOUT_S = 30.0
+ANSWER_BYTES_MAX = 128 << 20  # ids and texts of the tokens of the longest body
+_ATTEMPTS_MAX = 3  # workers that are asked
+
+
+class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+
+
+class _TextFields(_Fields, kw_only=True, forbid_unknown_fields=True):
+    prompt: msgspec.Raw
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def question(self) -> TokenizePrompt:
+        return TokenizePrompt(
+            endpoint="completions",
+            prompt=self.prompt,
+            options=PromptOptions(add_special_tokens=self.add_special_tokens),
+            with_strings=self.return_token_strs is True,
+        )
+
+
+class _ChatFields(_Fields, kw_only=True, forbid_unknown_fields=True):
+    messages: msgspec.Raw
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    tools: msgspec.Raw = JSON_NULL
+    documents: msgspec.Raw = JSON_NULL
+    chat_template_kwargs: msgspec.Raw = JSON_NULL
+    return_token_strs: bool | None = None
+
+    def question(self) -> TokenizePrompt:
+        options = PromptOptions(
+            tools=self.tools,
+            documents=self.documents,
+            template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=self.continue_final_message is True,
+            add_special_tokens=self.add_special_tokens,
+        )
+        return TokenizePrompt(
+            endpoint="chat",
+            prompt=self.messages,
+            options=options,
+            with_strings=self.return_token_strs is True,
+        )
+
+
+class _IdFields(_Fields, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[int]
+
+    def question(self) -> DetokenizeIds:
+        return DetokenizeIds(self.tokens)
+
+
+async def forward_tokenize(
+    kind: TokenizeKind, body: bytes, router: Router, client: WorkerClient
+) -> bytes:
+    """Answer a client's document with the one that a worker makes: JSON, as vLLM's.
+
+    Tries other workers when the first cannot be asked. Raises BadRequest, ModelNotFound,
+    CapacityError, LegFailed with the worker's own words, or what else befell the last worker.
+    """
+    fields = _read(kind, body)
+    model, question = _model_of(fields, router), fields.question()
+    deadline = Deadline.after(TIMEOUT_S)
+    tried: set[Process] = set()
+    while True:
+        record = router.any_worker(model, tried)
+        tried.add(process_of(record))
+        try:
+            status, answer = await client.ask(
+                record,
+                f"/{kind}",
+                question,
+                timeout_s=deadline.remaining_s(),
+                bytes_max=ANSWER_BYTES_MAX,
+            )
+            if status == 200:
+                return answer
+            raise _refusal(answer)
+        except PeerError as error:
+            is_final = isinstance(error, LegFailed) and not error.failed.retryable
+            if is_final or len(tried) == _ATTEMPTS_MAX or deadline.has_passed():
+                raise
+
+
+def _read(kind: TokenizeKind, body: bytes) -> _TextFields | _ChatFields | _IdFields:
+    names = read_body(body).keys()
+    fields: type[_TextFields | _ChatFields | _IdFields] = _IdFields
+    if kind == "tokenize":
+        if ("prompt" in names) == ("messages" in names):
+            raise BadRequest("either `prompt` or `messages` must be given", param="prompt")
+        fields = _TextFields if "prompt" in names else _ChatFields
+    try:
+        return msgspec.json.decode(body, type=fields)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from None
+
+
+def _model_of(fields: _Fields, router: Router) -> str:
+    models = router.models()
+    if fields.model is None and len(models) == 1:
+        return models[0]
+    if fields.model is None:
+        raise BadRequest("`model` must be given", param="model")
+    return fields.model
+
+
+def _refusal(answer: bytes) -> PeerError:
+    event = leg_event_decoder.decode(answer)
+    if isinstance(event, Failed):
+        return LegFailed(event)
+    return RemoteProtocolError("a worker refused to tokenise without saying why")

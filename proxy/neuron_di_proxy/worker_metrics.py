@@ -1,0 +1,92 @@
+"""What the proxy knows of its workers, as metrics: read at each scrape, counted by the workers."""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from neuron_di.wire import WorkerStatus
+from neuron_di_proxy.health import HealthReport
+from neuron_di_proxy.model_metrics import MODEL_LABEL
+from neuron_di_proxy.self_test import PairResult
+
+# By its status' fields. What is counted counts since that process started.
+_OF_WORKERS = {
+    "num_running": ("running", "requests that it computes"),
+    "num_waiting": ("waiting", "requests that it has not begun"),
+    "num_transferring": ("transferring", "requests whose KV is parked here, or being received"),
+    "num_blocks": ("blocks", "blocks of KV that it has"),
+    "num_blocks_free": ("blocks_free", "blocks of KV that are free"),
+    "num_blocks_quarantined": ("blocks_quarantined", "blocks that a transfer may still touch"),
+    "kv_bytes_received": ("kv_bytes_received", "bytes of KV that it received"),
+    "num_kv_mismatched": ("kv_mismatched", "received KV that was not what was promised"),
+    "num_leases_ended": ("leases_ended", "KV that nobody pulled in time"),
+    "num_signals_refused": ("signals_refused", "messages of peers that were refused"),
+    "num_stale": ("stale", "messages of peers that came too late or twice"),
+}
+
+
+def kv_usage(status: WorkerStatus) -> float:
+    """How much of a worker's KV is in use, 0 to 1. What is only kept for reuse is not."""
+    if status.num_blocks == 0:
+        return 0.0
+    return 1 - (status.num_blocks_free + status.num_blocks_cached) / status.num_blocks
+
+
+def worker_families(reports: list[HealthReport], pairs: list[PairResult]) -> Iterable[Metric]:
+    """As each worker said when it was last asked."""
+    yield _states(reports)
+    yield _kv_usages(reports)
+    yield from _own_counts(reports)
+    degraded = GaugeMetricFamily(
+        "neuron_di_pair_degraded",
+        "1 where a prefill and a decode worker cannot hand over",
+        labels=("prefill", "decode"),
+    )
+    # By worker, not by process: the later result is the one of the later process.
+    results = {
+        (result.prefill.worker_id, result.decode.worker_id): result.outcome == "failed"
+        for result in pairs
+    }
+    for pair, is_degraded in results.items():
+        degraded.add_metric(pair, float(is_degraded))
+    yield degraded
+
+
+def _states(reports: list[HealthReport]) -> Metric:
+    workers = GaugeMetricFamily(
+        "neuron_di_workers", "workers by role and state", labels=("role", "state")
+    )
+    counts: dict[tuple[str, str], int] = {}
+    for report in reports:
+        key = (str(report.record.role), str(report.state))
+        counts[key] = counts.get(key, 0) + 1
+    for labels, count in counts.items():
+        workers.add_metric(labels, count)
+    return workers
+
+
+def _kv_usages(reports: list[HealthReport]) -> Metric:
+    usages = GaugeMetricFamily(
+        "vllm:kv_cache_usage_perc",
+        "how much of a worker's KV is in use, 0 to 1; `engine` is its id",
+        labels=(MODEL_LABEL, "engine"),
+    )
+    by_worker = {
+        (report.record.model, report.record.worker_id): kv_usage(report.status)
+        for report in reports
+        if report.status is not None
+    }
+    for labels, usage in by_worker.items():
+        usages.add_metric(labels, usage)
+    return usages
+
+
+def _own_counts(reports: list[HealthReport]) -> Iterator[Metric]:
+    statuses = {each.record.worker_id: each.status for each in reports}
+    for field, (name, words) in _OF_WORKERS.items():
+        gauge = GaugeMetricFamily(f"neuron_di_worker_{name}", words, labels=("worker",))
+        for worker_id, status in statuses.items():
+            if status is not None:
+                gauge.add_metric((worker_id,), getattr(status, field))
+        yield gauge

@@ -1,0 +1,146 @@
+"""`--processes`: one port, several processes, one set of answers about all of them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+
+import aiohttp
+import psutil
+import pytest
+from openai_kit import DEADLINE_S, eventually
+from process_kit import children_of, part
+
+pytestmark = pytest.mark.e2e
+
+NUM_REQUESTS = 24
+
+
+async def fetch(url, path, **fields):
+    """Over a connection of its own, which the system gives to any of the processes."""
+    async with aiohttp.ClientSession() as session:
+        method = "POST" if fields else "GET"
+        async with session.request(method, url + path, json=fields or None) as answer:
+            text = await answer.text()
+            is_json = answer.content_type == "application/json"
+            return answer.status, text, json.loads(text) if is_json else None
+
+
+async def statuses_by_pid(url):
+    """What each process says, asked until both have been."""
+    found = {}
+    async with asyncio.timeout(DEADLINE_S):
+        while len(found) < 2:
+            status, _, report = await fetch(url, "/status")
+            assert status == 200
+            found[report["proxy"]["pid"]] = report
+    return found
+
+
+async def test_two_processes_share_the_port_the_workers_and_the_answers(llama):
+    async with (
+        part("proxy", "--port", "0", "--processes", "2") as proxy,
+        part("worker", str(llama), "--role=both", f"--registry={proxy.registry}", "--threads=1"),
+    ):
+        (child,) = children_of(proxy.process.pid)
+
+        async def both_know_the_worker():
+            reports = (await statuses_by_pid(proxy.url)).values()
+            return all(each["workers"] for each in reports) or None
+
+        await eventually(both_know_the_worker)
+        reports = await statuses_by_pid(proxy.url)
+        assert set(reports) == {proxy.process.pid, child.pid}
+        for pid, report in reports.items():
+            (sibling,) = report["siblings"]
+            assert {pid, sibling["pid"]} == set(reports)
+
+        answers = await asyncio.gather(
+            *(
+                fetch(proxy.url, "/v1/completions", model=llama.name, prompt="a", max_tokens=2)
+                for _ in range(NUM_REQUESTS)
+            )
+        )
+        assert {status for status, _, _ in answers} == {200}
+        for _, _, answer in answers:
+            status, _, receipt = await fetch(proxy.url, f"/v1/receipts/{answer['id']}")
+            assert (status, receipt["num_generated"]) == (200, 2)
+        reports = await statuses_by_pid(proxy.url)
+        taken = [report["proxy"]["num_admitted"] for report in reports.values()]
+        assert sum(taken) == NUM_REQUESTS
+        assert all(taken)  # the system gave some to each
+        _, metrics, _ = await fetch(proxy.url, "/metrics")
+        counted = [
+            float(line.rpartition(" ")[2])
+            for line in metrics.splitlines()
+            if line.startswith("neuron_di_requests_total{")
+        ]
+        assert sum(counted) == NUM_REQUESTS
+
+        os.kill(child.pid, signal.SIGKILL)
+
+        async def is_back():
+            (again,) = children_of(proxy.process.pid) or (child,)
+            return None if again.pid == child.pid else again
+
+        again = await eventually(is_back)
+        await eventually(both_know_the_worker)
+        assert set(await statuses_by_pid(proxy.url)) == {proxy.process.pid, again.pid}
+
+        proxy.process.terminate()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await proxy.process.wait() == 0
+        assert children_of(proxy.process.pid) == []
+
+
+@contextlib.asynccontextmanager
+async def asgi_server(server, environ):
+    """The application in this server, started as its users start it."""
+    port = free_port()
+    address = {"uvicorn": ("--port", str(port)), "hypercorn": ("--bind", f"127.0.0.1:{port}")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", server, "neuron_di_proxy.asgi:app", *address[server]),
+        env=psutil.Process().environ() | environ,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
+        async with asyncio.timeout(DEADLINE_S):
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def free_port():
+    """Below the range that the system takes ports from for outgoing connections."""
+    for port in range(21_000, 32_768):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.parametrize("server", ["hypercorn", "uvicorn"])
+async def test_another_asgi_server_serves_the_same(llama, server):
+    async with part("worker", str(llama), "--role", "both", "--threads", "1") as worker:
+        environ = {"NEURON_DI_PREFILL_URLS": worker.url, "NEURON_DI_DECODE_URLS": worker.url}
+        async with asgi_server(server, environ) as url:
+
+            async def serves():
+                try:
+                    return (await fetch(url, "/ready"))[0] == 200 or None
+                except aiohttp.ClientConnectionError:
+                    return None
+
+            await eventually(serves)
+            status, text, _ = await fetch(
+                url, "/v1/completions", model=llama.name, prompt="a", max_tokens=3, stream=True
+            )
+            assert (status, text.count("data: ")) == (200, 5)
+            assert text.endswith("data: [DONE]\n\n")

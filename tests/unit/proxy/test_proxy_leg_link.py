@@ -1,0 +1,217 @@
+"""A link under a worker that talks in pieces, talks nonsense, falls silent or leaves."""
+
+import asyncio
+import socket
+
+import pytest
+from leg_ear import MESSAGE, Ear, closed, open_leg
+from scripted_worker import ScriptedWorker, finished, make_record, parked, released, token
+
+from neuron_di.config import LimitOptions
+from neuron_di.errors import CapacityError, PeerGone, PeerTimeout, RemoteProtocolError
+from neuron_di.types import RequestId
+from neuron_di.wire import DecodeLeg, PromptReport, SamplingParams, TokenLogprob, TokenLogprobs
+from neuron_di.wire.leg_link import MAGIC, Told, encode_frame
+from neuron_di_proxy import leg_link
+from neuron_di_proxy.worker_client import WorkerClient
+
+
+@pytest.fixture
+async def worker(stack):
+    return await stack.enter_async_context(ScriptedWorker("d1", "decode"))
+
+
+async def test_events_come_in_order_however_the_bytes_are_cut(client, worker):
+    likely = TokenLogprobs(TokenLogprob("x", -0.5, [120], 7), [])
+    told = [
+        Told([(0, 1, 101, "é\n"), (0, 2, 102, "")], [(0, token(3, logprobs=likely))]),
+        Told([], [(0, token(4))]),
+        Told([], []),
+        Told([(0, 5, 105, "x" * 1000)], [(0, finished(6))]),
+    ]
+    raw = b"".join(encode_frame(each) for each in told)
+    _leg, ear, seen = await open_leg(client, worker)
+    for cut in range(len(raw)):
+        await seen.send_bytes(raw[cut : cut + 1])
+    assert [await ear.next() for _ in range(6)] == [
+        token(1, "é\n"),
+        token(2, ""),
+        token(3, logprobs=likely),
+        token(4),
+        token(5, "x" * 1000),
+        finished(6),
+    ]
+
+
+async def test_many_frames_in_one_packet_are_read(client, worker):
+    _leg, ear, seen = await open_leg(client, worker)
+    frames = [Told([(0, index, 100 + index, "")], []) for index in range(1, 9)]
+    await seen.send_bytes(b"".join(encode_frame(frame) for frame in frames))
+    assert [await ear.next() for _ in frames] == [token(index, "") for index in range(1, 9)]
+
+
+async def test_an_event_of_many_megabytes(client, worker):
+    report = PromptReport(text="x" * (8 << 20), token_ids=list(range(70_000)))
+    _leg, ear, seen = await open_leg(client, worker)
+    await seen.finish(token(0, prompt=report), finished(1))
+    assert (await ear.next()).prompt == report
+    assert await ear.next() == finished(1)
+
+
+async def test_closing_a_leg_ends_it_at_the_worker_and_is_not_heard_of(client, worker):
+    leg, ear, seen = await open_leg(client, worker)
+    _, other, beside = await open_leg(client, worker)
+    await seen.send(token(1))
+    assert await ear.next() == token(1)
+    leg.close()
+    leg.close()
+    await closed(seen)
+    # What it says all the same, too late or out of its mind, is nothing to anybody.
+    await seen.send_bytes(encode_frame(Told([(0, 2, 2, ""), (77, 0, 0, "")], [(0, finished(3))])))
+    await beside.finish(finished(1))
+    assert await other.next() == finished(1)
+    assert ear.said.empty()
+
+
+async def test_a_leg_that_is_closed_while_it_is_told_something_hears_no_more(client, worker):
+    _, ear, seen = await open_leg(client, worker)
+    heard = []
+
+    def hear(said):
+        heard.append(said)
+        second.close()
+
+    second = client.open_leg(worker.record, "decode", MESSAGE)
+    second.open(hear)
+    await worker.next_leg()
+    await seen.send_bytes(
+        encode_frame(Told([(1, 1, 101, " upon"), (1, 2, 102, " a")], [(1, finished(3))]))
+    )
+    await seen.finish(released())
+    assert await ear.next() == released()
+    assert heard == [token(1)]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"garbage\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        (1 << 30).to_bytes(4, "big"),
+        b"\0\0\0\1\xc1",
+        b"\0\0\0\0",
+        encode_frame(Told([(0, 1)], [])),
+        encode_frame(Told([], [(0, {"type": "nonsense"})])),
+        encode_frame(Told([], [(0, {"type": "token"})])),
+        b"\0\0\0\7\x92\x91\x94\0\0\0\xa1\xff\x90",
+    ],
+)
+async def test_nonsense_ends_every_leg_of_the_link_and_no_other(client, worker, raw, stack):
+    other = await stack.enter_async_context(ScriptedWorker("d2", "decode"))
+    _, ear, seen = await open_leg(client, worker)
+    _, beside, seen_beside = await open_leg(client, worker)
+    _, elsewhere, seen_elsewhere = await open_leg(client, other)
+    await seen.send_bytes(raw)
+    for each in (ear, beside):
+        error = await each.next()
+        assert isinstance(error, RemoteProtocolError)
+        assert "d1 cannot be understood" in error.message
+    await closed(seen)
+    await closed(seen_beside)
+    await seen_elsewhere.finish(finished(1))
+    assert await elsewhere.next() == finished(1)
+    _, again, seen_again = await open_leg(client, worker)
+    await seen_again.finish(finished(1))
+    assert await again.next() == finished(1)
+
+
+async def test_a_frame_without_end_is_not_collected(client, worker):
+    _, ear, seen = await open_leg(client, worker)
+    await seen.send_bytes((leg_link.FROM_WORKER_BYTES_MAX + 1).to_bytes(4, "big"))
+    assert isinstance(await ear.next(), RemoteProtocolError)
+    await closed(seen)
+
+
+async def test_a_worker_that_hangs_up(client, worker):
+    _, ear, seen = await open_leg(client, worker)
+    _, beside, _ = await open_leg(client, worker)
+    await seen.send(token(1), parked())
+    assert [await ear.next(), await ear.next()] == [token(1), parked()]
+    seen.hang_up()
+    assert isinstance(await ear.next(), PeerGone)
+    assert isinstance(await beside.next(), PeerGone)
+    _, again, seen_again = await open_leg(client, worker)
+    await seen_again.finish(finished(1))
+    assert await again.next() == finished(1)
+
+
+async def test_a_worker_that_is_silent(worker):
+    async with WorkerClient(LimitOptions(idle_timeout_s=0.05)) as client:
+        _, ear, seen = await open_leg(client, worker)
+        assert isinstance(await ear.next(), PeerTimeout)
+        await closed(seen)
+        assert client._links == {}
+
+
+async def test_a_worker_that_only_says_that_it_lives(worker):
+    async with WorkerClient(LimitOptions(idle_timeout_s=0.2)) as client:
+        _, ear, seen = await open_leg(client, worker)
+        link = client._links[next(iter(client._links))]
+        for _ in range(12):  # looks, of which four in silence would be too many
+            link._watch()
+            await seen.keep_alive()
+            while link._num_silent:  # noqa: ASYNC110 - until it has arrived
+                await asyncio.sleep(0)
+        await seen.finish(finished(1))
+        assert await ear.next() == finished(1)
+
+
+async def test_a_proxy_that_stood_still_reads_before_it_judges(worker):
+    async with WorkerClient(LimitOptions(idle_timeout_s=0.2)) as client:
+        _, ear, seen = await open_leg(client, worker)
+        await seen.send(token(1))
+        socket_of_test = socket.socketpair()
+        socket_of_test[0].settimeout(0.5)
+        with pytest.raises(TimeoutError):  # the loop stands still, longer than a silence may be
+            socket_of_test[0].recv(1)
+        for each in socket_of_test:
+            each.close()
+        assert await ear.next() == token(1)
+        await seen.finish(finished(2))
+        assert await ear.next() == finished(2)
+
+
+async def test_a_worker_that_takes_nothing_is_given_no_more(client, worker, monkeypatch):
+    _, ear, seen = await open_leg(client, worker)
+    (link,) = worker.links
+    link._transport.pause_reading()
+    monkeypatch.setattr(leg_link, "UNSENT_BYTES_MAX", 1 << 20)
+    prompt = DecodeLeg(
+        request_id=RequestId("r" * 128),
+        attempt=0,
+        sampling=SamplingParams(stop=("x" * (4 << 20),)),
+        prefill=MESSAGE.prefill,
+        timeout_s=60.0,
+    )
+    ears = [Ear() for _ in range(6)]
+    for each in ears:
+        client.open_leg(worker.record, "decode", prompt).open(each)
+        await asyncio.sleep(0)
+    assert isinstance(await ears[-1].next(), CapacityError)
+    await seen.finish(finished(1))
+    assert await ear.next() == finished(1)
+
+
+async def test_something_that_speaks_another_protocol(client):
+    async def greet(reader, writer):
+        assert (await reader.read(len(MAGIC))) == MAGIC
+        writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server:
+        record = make_record("x1", "decode", server.sockets[0].getsockname()[1])
+        ear = Ear()
+        client.open_leg(record, "decode", MESSAGE).open(ear)
+        assert isinstance(await ear.next(), RemoteProtocolError)

@@ -1,0 +1,261 @@
+"""Fields of requests that say more than how to sample: streams, reports, templates, formats."""
+
+import json
+
+import msgspec
+import pytest
+from request_bodies import TRAITS, chat, completion
+
+from neuron_di.errors import BadRequest
+from neuron_di.wire import Grammar, PromptOptions
+from neuron_di.wire.legs import JSON_NULL
+from neuron_di_proxy.model_traits import ModelTraits
+
+BOTH = pytest.mark.parametrize("read", [completion, chat])
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+THINKING = ModelTraits(reasoning=("<think>", "</think>"))
+
+
+def refused(read, **fields):
+    with pytest.raises(BadRequest) as error:
+        read(**fields)
+    return error.value.param
+
+
+# Streams.
+
+
+@BOTH
+def test_usage_in_a_stream(read):
+    given = read(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
+    assert (given.stream, given.include_usage, given.continuous_usage) == (True, True, False)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    given = read(stream=True, stream_options=options)
+    assert (given.include_usage, given.continuous_usage) == (True, True)
+    assert not read(stream=True, stream_options={}).include_usage
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"include_obfuscation": True}, "stream_options.include_obfuscation"),
+        ({"continuous_usage_stats": True}, "stream_options.continuous_usage_stats"),
+        ({"include_usage": "yes"}, "stream_options.include_usage"),
+        ({"more": 1}, "stream_options.more"),
+        ([], "stream_options"),
+    ],
+)
+def test_stream_options_that_cannot_be_are_refused(read, options, param):
+    assert refused(read, stream=True, stream_options=options) == param
+
+
+@BOTH
+def test_stream_options_need_a_stream(read):
+    assert refused(read, stream_options={"include_usage": True}) == "stream_options"
+
+
+# What is reported of a prompt.
+
+
+@pytest.mark.parametrize(
+    ("fields", "report", "logprobs"),
+    [
+        ({}, False, None),
+        ({"logprobs": 2}, False, None),
+        ({"echo": True}, True, None),
+        ({"echo": True, "logprobs": 2}, True, 2),
+        ({"prompt_logprobs": 0}, True, 0),
+        ({"prompt_logprobs": 3, "logprobs": 1}, True, 3),
+        ({"prompt_logprobs": 3, "logprobs": 3, "echo": True}, True, 3),
+        ({"return_token_ids": True}, True, None),
+    ],
+)
+def test_a_completions_prompt_is_reported_where_it_is_asked_for(fields, report, logprobs):
+    options = completion(**fields).options
+    assert (options.report, options.logprobs) == (report, logprobs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "report", "logprobs"),
+    [
+        ({"logprobs": True, "top_logprobs": 2}, False, None),
+        ({"prompt_logprobs": 3}, True, 3),
+        ({"return_token_ids": True}, True, None),
+    ],
+)
+def test_a_chats_prompt_is_reported_where_it_is_asked_for(fields, report, logprobs):
+    options = chat(**fields).options
+    assert (options.report, options.logprobs) == (report, logprobs)
+
+
+def test_two_numbers_of_prompt_logprobs_are_refused():
+    assert refused(completion, echo=True, logprobs=1, prompt_logprobs=2) == "prompt_logprobs"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "fields", [{"stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}]
+)
+def test_prompt_logprobs_have_limits(read, fields):
+    assert refused(read, **({"prompt_logprobs": 1} | fields)) == "prompt_logprobs"
+
+
+def test_only_an_echo_may_be_of_nothing_but_the_prompt():
+    given = completion(echo=True, max_tokens=0)
+    assert (given.echo, given.drop_output, given.sampling.max_tokens) == (True, True, 1)
+    given = completion(echo=True)
+    assert (given.echo, given.drop_output, given.sampling.max_tokens) == (True, False, 16)
+    assert refused(completion, max_tokens=0) == "max_tokens"
+    assert refused(completion, max_tokens=0, echo=True, min_tokens=1) == "min_tokens"
+
+
+@BOTH
+def test_tokens_may_be_shown_by_id(read):
+    given = read(return_token_ids=True, return_tokens_as_token_ids=True)
+    assert given.return_token_ids
+    assert given.tokens_as_ids
+
+
+# How a prompt becomes tokens.
+
+
+def test_options_of_a_chats_prompt_arrive():
+    options = chat(
+        add_generation_prompt=False,
+        add_special_tokens=True,
+        truncate_prompt_tokens=9,
+        documents=[{"text": "d"}],
+        chat_template_kwargs={"a": 1},
+    ).options
+    assert json.loads(bytes(options.documents)) == [{"text": "d"}]
+    assert json.loads(bytes(options.template_kwargs)) == {"a": 1}
+    rest = msgspec.structs.replace(options, documents=JSON_NULL, template_kwargs=JSON_NULL)
+    assert rest == PromptOptions(
+        add_generation_prompt=False, add_special_tokens=True, keep_last_tokens=9
+    )
+
+
+def test_a_message_that_is_continued_gets_no_generation_prompt():
+    for fields in ({}, {"add_generation_prompt": False}, {"add_generation_prompt": None}):
+        options = chat(continue_final_message=True, **fields).options
+        assert (options.continue_final_message, options.add_generation_prompt) == (True, False)
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert refused(chat, **both) == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"max_tokens": 12}, 500),
+        ({"max_tokens": 600}, 1),
+        ({"max_tokens": None}, TRAITS.context_tokens - 1),
+    ],
+)
+def test_a_prompt_can_be_cut_to_what_the_context_holds(fields, kept):
+    assert chat(truncate_prompt_tokens=-1, **fields).options.keep_last_tokens == kept
+
+
+@BOTH
+@pytest.mark.parametrize("count", [0, -2, "5", 1.5])
+def test_a_prompt_cannot_be_cut_to_nothing(read, count):
+    assert refused(read, truncate_prompt_tokens=count) == "truncate_prompt_tokens"
+
+
+# What an answer must be.
+
+
+@BOTH
+def test_formats_become_grammars(read):
+    named = {"name": "n", "schema": SCHEMA, "strict": True, "description": "d"}
+    kinds = [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Grammar(kind="json_object")),
+        (
+            {"type": "json_schema", "json_schema": named},
+            Grammar(kind="json_schema", value=json.dumps(SCHEMA)),
+        ),
+    ]
+    for response_format, grammar in kinds:
+        assert read(response_format=response_format).sampling.grammar == grammar
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("wanted", "grammar"),
+    [
+        ({"json": SCHEMA}, Grammar(kind="json_schema", value=json.dumps(SCHEMA))),
+        ({"json": json.dumps(SCHEMA)}, Grammar(kind="json_schema", value=json.dumps(SCHEMA))),
+        ({"json_object": True}, Grammar(kind="json_object")),
+        ({"choice": ["yes", "no"]}, Grammar(kind="choice", value='["yes","no"]')),
+    ],
+)
+def test_vllms_structured_outputs_become_grammars(read, wanted, grammar):
+    grammar = msgspec.structs.replace(grammar, param="structured_outputs")
+    assert read(structured_outputs=wanted).sampling.grammar == grammar
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("wanted", "param"),
+    [
+        ({}, ""),
+        ({"json_object": False}, ""),
+        ({"json_object": True, "choice": ["a"]}, ""),
+        ({"regex": "a+"}, ".regex"),
+        ({"grammar": "x"}, ".grammar"),
+        ({"structural_tag": "x"}, ".structural_tag"),
+        ({"whitespace_pattern": "x"}, ".whitespace_pattern"),
+        ({"disable_any_whitespace": True}, ".disable_any_whitespace"),
+        ({"json": []}, ".json"),
+        ({"json": "nothing"}, ".json"),
+        ({"choice": []}, ".choice"),
+        ({"choice": ["a", ""]}, ".choice"),
+        ({"choice": [1]}, ".choice[0]"),
+    ],
+)
+def test_structured_outputs_that_cannot_be_are_refused(read, wanted, param):
+    assert refused(read, structured_outputs=wanted) == "structured_outputs" + param
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("named", "param"),
+    [
+        ({"name": "a b", "schema": {}}, ".name"),
+        ({"name": "", "schema": {}}, ".name"),
+        ({"schema": {}}, ".name"),
+        ({"name": "a"}, ".schema"),
+        ({"name": "a", "schema": None}, ".schema"),
+        ({"name": "a", "schema": [1]}, ".schema"),
+        ({"name": "a", "schema": {}, "more": 1}, ".more"),
+    ],
+)
+def test_a_named_schema_is_checked(read, named, param):
+    given = {"type": "json_schema", "json_schema": named}
+    assert refused(read, response_format=given) == "response_format.json_schema" + param
+
+
+@BOTH
+def test_only_one_field_says_what_an_answer_is(read):
+    fields = {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}
+    assert refused(read, **fields) == "structured_outputs"
+    fields["response_format"] = {"type": "text"}
+    grammar = Grammar(kind="choice", value='["a"]', param="structured_outputs")
+    assert read(**fields).sampling.grammar == grammar
+
+
+def test_a_format_begins_after_the_models_reasoning():
+    fields = {"response_format": {"type": "json_object"}}
+    given = chat(THINKING, **fields)
+    assert given.sampling.grammar == Grammar(kind="json_object", after="</think>")
+    for off in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": {"thinking": False}},
+        {"continue_final_message": True},
+    ):
+        given = chat(THINKING, **fields, **off)
+        assert given.sampling.grammar == Grammar(kind="json_object")
+    given = chat(THINKING, **fields, chat_template_kwargs={"enable_thinking": True})
+    assert given.sampling.grammar == Grammar(kind="json_object", after="</think>")
+    assert completion(THINKING, **fields).sampling.grammar == Grammar(kind="json_object")

@@ -1,0 +1,142 @@
+"""Several processes of one proxy answer as one."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from running_proxy import AT_ONCE, ListDirectory
+from scripted_worker import finished
+
+from neuron_di.config import FrontOptions
+from neuron_di.types import RequestId
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.metrics_of_all import join_metrics
+from neuron_di_proxy.processes import part_of
+from neuron_di_proxy.receipts import RequestRecord
+from neuron_di_proxy.service import Service
+from neuron_di_proxy.siblings import QUESTION_BYTES_MAX, SiblingPlace, Siblings
+from neuron_di_proxy.tenant import Tenant
+
+TEXT = b"""\
+# HELP a_total how many
+# TYPE a_total counter
+a_total{code="x y"} 2.0
+# HELP h times
+# TYPE h histogram
+h_bucket{le="1.0"} 1.0
+h_bucket{le="+Inf"} 3.0
+h_count 3.0
+h_sum 1.5
+# HELP g now
+# TYPE g gauge
+g{worker="w"} 4.0
+# HELP n none yet
+# TYPE n gauge
+"""
+
+
+def test_counters_and_histograms_are_summed_and_gauges_kept_apart():
+    other = TEXT.replace(b'code="x y"', b'code="z"') + b"# HELP b b\n# TYPE b gauge\nb 1.0\n"
+    assert join_metrics({0: TEXT, 2: other}).decode().splitlines() == [
+        "# HELP a_total how many",
+        "# TYPE a_total counter",
+        'a_total{code="x y"} 2.0',
+        'a_total{code="z"} 2.0',
+        "# HELP h times",
+        "# TYPE h histogram",
+        'h_bucket{le="1.0"} 2.0',
+        'h_bucket{le="+Inf"} 6.0',
+        "h_count 6.0",
+        "h_sum 3.0",
+        "# HELP g now",
+        "# TYPE g gauge",
+        'g{worker="w",process="0"} 4.0',
+        'g{worker="w",process="2"} 4.0',
+        "# HELP n none yet",
+        "# TYPE n gauge",
+        "# HELP b b",
+        "# TYPE b gauge",
+        'b{process="2"} 1.0',
+    ]
+
+
+def test_each_process_has_its_part_of_the_limits():
+    front = FrontOptions(processes=3, connections_max=100)
+    limits = replace(AT_ONCE, requests_max=2, queue_max=0)
+    assert part_of(front, limits) == (
+        replace(front, connections_max=34),
+        replace(limits, requests_max=1),
+    )
+    assert part_of(front, AT_ONCE)[1] == AT_ONCE  # both are worked out from the workers' slots
+
+
+def test_each_process_has_its_part_of_a_tenants_limits():
+    tenant = Tenant(name="t", requests_max=3, tokens_per_minute=10, max_tokens=7)
+    assert tenant.part(2) == replace(tenant, requests_max=2, tokens_per_minute=5)
+    assert tenant.part(1) == tenant
+
+
+@pytest.fixture
+async def processes(stack, tmp_path):
+    """Two processes' services and what they have for each other; a third one is not there."""
+    made = []
+    for index in range(2):
+        service = Service(ProxyConfig(limits=AT_ONCE), ListDirectory([]))
+        place = SiblingPlace(folder=str(tmp_path), index=index, num_processes=3)
+        made.append((service, await stack.enter_async_context(Siblings(service, place))))
+    return made
+
+
+def receipt_of(answer_id):
+    record = RequestRecord(request_id=RequestId(answer_id), model="tiny")
+    record.finished = finished(3)
+    return record.seal("length")
+
+
+async def test_a_receipt_is_found_whichever_process_has_it(processes):
+    (_, ours), (their_service, theirs) = processes
+    their_service.receipts.add(receipt_of("abc"))
+    found = await ours.receipt("cmpl-abc")
+    assert found == await theirs.receipt("abc")
+    assert found.num_generated == 3
+
+
+@pytest.mark.parametrize("answer_id", ["other", "a\nmetrics", "ä", "x" * QUESTION_BYTES_MAX])
+async def test_a_receipt_that_nobody_has(processes, answer_id):
+    assert await processes[0][1].receipt(answer_id) is None
+
+
+async def test_metrics_of_all(processes):
+    (our_service, ours), (their_service, _) = processes
+    our_service.metrics.count_refused("invalid_request")
+    their_service.metrics.count_refused("invalid_request")
+    text = (await ours.metrics()).decode()
+    counted = [line for line in text.splitlines() if 'code="invalid_request"' in line]
+    assert any(line.endswith(" 2.0") for line in counted)
+    assert 'process="1"' in text
+
+
+async def test_how_the_others_are(processes):
+    (_, ours), (their_service, _) = processes
+    their_service.admission.drain()
+    statuses = await ours.statuses()
+    assert [status.is_draining for status in statuses] == [True]
+
+
+async def test_a_process_alone_asks_nobody():
+    service = Service(ProxyConfig(limits=AT_ONCE), ListDirectory([]))
+    async with Siblings(service, None) as alone:
+        assert await alone.statuses() == []
+        assert await alone.metrics() == service.metrics.text()
+
+
+async def test_a_process_that_says_nothing_is_left_out(processes, tmp_path, monkeypatch):
+    monkeypatch.setattr("neuron_di_proxy.siblings.ANSWER_TIMEOUT_S", 0.1)
+
+    async def say_nothing(reader, writer):
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_unix_server(say_nothing, tmp_path / "2.socket")
+    async with silent:
+        assert len(await processes[0][1].statuses()) == 1

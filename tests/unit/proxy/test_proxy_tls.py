@@ -1,0 +1,110 @@
+"""TLS: what serves, and what is said of a certificate or key that cannot."""
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+
+import pytest
+from raw_http import RawClient, get, post
+from running_proxy import AT_ONCE, RunningProxy
+
+from neuron_di.config import FrontOptions
+from neuron_di.errors import ConfigError
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.server import tls_context
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
+
+STREAM = {"model": "tiny", "prompt": "hi", "stream": True}
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory):
+    """A folder with cert.pem and key.pem, another key, and an encrypted one."""
+    folder = tmp_path_factory.mktemp("pem")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    new_key = ("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256")
+    openssl(*new_key, "-out", "key.pem")
+    openssl(*new_key, "-out", "other.pem")
+    openssl(*new_key, "-aes-128-cbc", "-pass", "pass:secret", "-out", "locked.pem")
+    san = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
+    openssl("req", "-x509", "-key", "key.pem", "-days", "2", *san, "-out", "cert.pem")
+    return folder
+
+
+def config_with(folder, cert="cert.pem", key="key.pem"):
+    names = {"tls_cert": cert, "tls_key": key}
+    front = {name: None if each is None else str(folder / each) for name, each in names.items()}
+    return ProxyConfig(limits=AT_ONCE, front=FrontOptions(**front))
+
+
+def client_tls(folder, *alpn):
+    context = ssl.create_default_context(cafile=folder / "cert.pem")
+    if alpn:
+        context.set_alpn_protocols(list(alpn))
+    return context
+
+
+@pytest.fixture
+async def secure(playing, stack, pem):
+    return await stack.enter_async_context(
+        RunningProxy(config_with(pem), playing.proxy.directory.records)
+    )
+
+
+async def test_requests_over_tls(secure, pem):
+    async with RawClient(secure.address, client_tls(pem)) as raw:
+        raw.send(post("/v1/completions", STREAM) * 2 + get("/health"))
+        answers = [await raw.response() for _ in range(3)]
+    assert [answer.status for answer in answers] == [200, 200, 200]
+    assert answers[1].body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_leaves_over_tls_ends_its_legs(cluster, stack, pem):
+    proxy = await stack.enter_async_context(
+        RunningProxy(config_with(pem), cluster.proxy.directory.records)
+    )
+    async with RawClient(proxy.address, client_tls(pem)) as raw:
+        raw.send(post("/v1/completions", STREAM))
+        prefill_leg = await cluster.prefill.next_leg()
+        raw.writer.close()
+        await prefill_leg.closed.wait()
+
+
+async def test_http_2_where_tls_agrees_on_it(secure, pem):
+    async with RawClient(secure.address, client_tls(pem, "h2", "http/1.1")) as raw:
+        assert raw.writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+        raw.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00")
+        async with asyncio.timeout(10):
+            frame = await raw.reader.readexactly(9)
+        assert frame[3] == 4  # hypercorn's settings
+
+
+async def test_a_client_without_tls_is_not_served(secure):
+    async with RawClient(secure.address) as raw:
+        raw.send(get("/health"))
+        assert b"HTTP/1.1" not in await raw.end()
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "said"),
+    [
+        ("cert.pem", None, "give --tls-key too"),
+        (None, "key.pem", "give --tls-cert too"),
+        ("nothing.pem", "key.pem", "No such file"),
+        ("cert.pem", "other.pem", "the key is that certificate's"),
+        ("cert.pem", "locked.pem", "without a password"),
+        ("key.pem", "key.pem", "PEM files"),
+    ],
+)
+def test_what_is_wrong_with_the_files_is_said(pem, cert, key, said):
+    with pytest.raises(ConfigError, match=said):
+        tls_context(config_with(pem, cert, key))
+
+
+def test_without_files_there_is_no_tls():
+    assert tls_context(ProxyConfig()) is None

@@ -1,0 +1,254 @@
+"""/tokenize and /detokenize from a client's document to a worker's tokenizer, over real HTTP."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+from transformers import AutoTokenizer
+
+from neuron_di.config import LimitOptions
+from neuron_di.errors import BadRequest, CapacityError, NeuronDiError
+from neuron_di.request import Tokenizer
+from neuron_di.testing import write_random_checkpoint
+from neuron_di.testing.checkpoints import TOOL_CHAT_TEMPLATE
+from neuron_di.types import Incarnation, WorkerId
+from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, encode_json
+from neuron_di.worker.leg_report import failed
+from neuron_di.worker.prompts import PromptReader
+from neuron_di.worker.tokenize_api import add_tokenize_routes
+from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.route import ModelNotFound, Router
+from neuron_di_proxy.tokenize import forward_tokenize
+from neuron_di_proxy.worker_client import WorkerClient
+
+ASK = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    write_random_checkpoint(folder, "llama", chat_template=TOOL_CHAT_TEMPLATE)
+    return folder
+
+
+class Workers:
+    """A directory of tokenizers that listen, or do not. All of them are fit."""
+
+    def __init__(self, stack: AsyncExitStack, client: WorkerClient) -> None:
+        self._stack = stack
+        self._records: list[WorkerRecord] = []
+        self.client = client
+        self.router = Router(self, self)
+        self.asked: list[str] = []
+
+    def workers(self) -> tuple[WorkerRecord, ...]:
+        return tuple(self._records)
+
+    def why_not(self, _: WorkerRecord) -> str:
+        return ""
+
+    async def add(
+        self, name: str, folder: Path, *, model: str = "m", refuses: NeuronDiError | None = None
+    ) -> None:
+        tokenizer = Tokenizer.load(folder)
+        prompts = PromptReader(tokenizer, num_vocab=tokenizer.num_vocab, context_tokens=256)
+
+        @web.middleware
+        async def note(request: web.Request, handler: object) -> web.StreamResponse:
+            self.asked.append(name)
+            if refuses is not None:
+                return web.Response(body=encode_json(failed(refuses)), status=refuses.http_status)
+            return await handler(request)
+
+        app = web.Application(middlewares=[note])
+        add_tokenize_routes(app, prompts)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        self._stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self._announce(name, model, runner.addresses[0][1])
+
+    async def add_dead(self, name: str) -> None:
+        async with AsyncExitStack() as gone:
+            runner = web.AppRunner(web.Application())
+            await runner.setup()
+            gone.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            port = runner.addresses[0][1]
+        self._announce(name, "m", port)
+
+    async def ask(self, kind: str, **fields: object) -> dict[str, object]:
+        body = json.dumps(fields).encode()
+        return json.loads(await forward_tokenize(kind, body, self.router, self.client))
+
+    def _announce(self, name: str, model: str, port: int) -> None:
+        self._records.append(
+            WorkerRecord(
+                protocol_version=PROTOCOL_VERSION,
+                worker_id=WorkerId(name),
+                incarnation=Incarnation("ab" * 16),
+                role="decode",
+                state="ready",
+                pid=1,
+                model=model,
+                model_digest="d",
+                layout_digest="l",
+                context_tokens=256,
+                host="127.0.0.1",
+                api_port=port,
+                signal_host="127.0.0.1",
+                signal_port=0,
+                started_unix_s=0.0,
+            )
+        )
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[Workers]:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(WorkerClient(LimitOptions()))
+        yield Workers(stack, client)
+
+
+async def test_texts_chats_and_ids(workers: Workers, folder: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    await workers.add("one", folder)
+    ids = theirs("héllo 日本")["input_ids"]
+    text = await workers.ask("tokenize", model="m", prompt="héllo 日本", return_token_strs=True)
+    assert text == {
+        "count": len(ids),
+        "max_model_len": 256,
+        "tokens": ids,
+        "token_strs": theirs.convert_ids_to_tokens(ids),
+    }
+    fields = {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}}
+    chat = await workers.ask("tokenize", messages=[ASK], **fields)  # the only model's
+    assert chat["token_strs"] is None
+    assert (
+        chat["tokens"]
+        == (
+            theirs.apply_chat_template(
+                [ASK], tools=[TOOL], add_generation_prompt=True, enable_thinking=True
+            )["input_ids"]
+        )
+    )
+    last = [ASK, {"role": "assistant", "content": "so"}]
+    continued = await workers.ask(
+        "tokenize",
+        model="m",
+        messages=last,
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    expected = theirs.apply_chat_template(last, continue_final_message=True)["input_ids"]
+    assert continued["tokens"] == expected
+    back = await workers.ask("detokenize", model="m", tokens=[1, *ids])
+    assert back == {"prompt": "<|im_start|>héllo 日本"}
+    nothing = await workers.ask("detokenize", tokens=[])
+    assert nothing == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": "x", "messages": [ASK]}, "prompt"),
+        ("tokenize", {"prompt": "x", "tools": [TOOL]}, "tools"),
+        ("tokenize", {"prompt": "x", "frobnicate": 1}, "frobnicate"),
+        ("tokenize", {"prompt": "x", "return_token_strs": 1}, "return_token_strs"),
+        ("tokenize", {"prompt": "x", "model": 7}, "model"),
+        ("tokenize", {"messages": [ASK], "chat_template": "x"}, "chat_template"),
+        ("tokenize", {"messages": [ASK], "kv_transfer_params": {}}, "kv_transfer_params"),
+        ("detokenize", {}, "tokens"),
+        ("detokenize", {"tokens": ["x"]}, "tokens[0]"),
+        ("detokenize", {"tokens": [1], "prompt": "x"}, "prompt"),
+        ("detokenize", {"tokens": [1.5]}, "tokens[0]"),
+    ],
+)
+async def test_no_worker_is_asked_what_cannot_be_meant(
+    workers: Workers, folder: Path, kind: str, fields: dict[str, object], param: str
+) -> None:
+    await workers.add("one", folder)
+    with pytest.raises(BadRequest) as caught:
+        await workers.ask(kind, **fields)
+    assert caught.value.param == param
+    assert workers.asked == []
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b'{"prompt":"x","prompt":"y"}', b'{"prompt":"\\ud800"}', b"\xff"]
+)
+async def test_what_is_no_document_is_refused(workers: Workers, folder: Path, body: bytes) -> None:
+    await workers.add("one", folder)
+    with pytest.raises(BadRequest):
+        await forward_tokenize("tokenize", body, workers.router, workers.client)
+    assert workers.asked == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": [ASK], "tools": [1]}, "tools"),
+        ({"messages": [ASK], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": [ASK], "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+async def test_what_the_worker_refuses_reaches_the_client(
+    workers: Workers, folder: Path, fields: dict[str, object], param: str
+) -> None:
+    await workers.add("one", folder)
+    await workers.add("two", folder)
+    with pytest.raises(LegFailed) as caught:
+        await workers.ask("tokenize", **fields)
+    assert (caught.value.failed.http_status, caught.value.failed.param) == (400, param)
+    assert len(workers.asked) == 1, "another worker would say the same"
+
+
+async def test_a_worker_that_cannot_be_asked_is_passed_over(workers: Workers, folder: Path) -> None:
+    await workers.add_dead("dead")
+    await workers.add("busy", folder, refuses=CapacityError("too many wait"))
+    await workers.add("alive", folder)
+    for _ in range(6):
+        answer = await workers.ask("tokenize", prompt="x")
+        assert answer["count"] == 1
+    assert workers.asked.count("alive") == 6
+    assert workers.asked.count("busy") > 0
+
+
+async def test_with_nobody_to_ask_the_client_may_come_again(workers: Workers, folder: Path) -> None:
+    await workers.add_dead("dead")
+    with pytest.raises(CapacityError):
+        await workers.ask("tokenize", model="m", prompt="x")
+    with pytest.raises(ModelNotFound):
+        await workers.ask("tokenize", model="other", prompt="x")
+
+
+async def test_with_several_models_one_must_be_named(workers: Workers, folder: Path) -> None:
+    await workers.add("one", folder)
+    await workers.add("two", folder, model="n")
+    with pytest.raises(BadRequest) as caught:
+        await workers.ask("tokenize", prompt="x")
+    assert caught.value.param == "model"
+    for model, name in (("m", "one"), ("n", "two")):
+        workers.asked.clear()
+        await workers.ask("tokenize", model=model, prompt="x")
+        assert workers.asked == [name]
+
+
+async def test_an_answer_without_end_is_cut(workers: Workers, folder: Path) -> None:
+    await workers.add("one", folder)
+    with pytest.raises(NeuronDiError, match="too many bytes"):
+        await workers.client.ask(
+            workers.workers()[0],
+            "/detokenize",
+            msgspec.defstruct("Ids", [("tokens", list[int])])(tokens=[100] * 1000),
+            timeout_s=10,
+            bytes_max=100,
+        )

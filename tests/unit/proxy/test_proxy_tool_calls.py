@@ -1,0 +1,198 @@
+import json
+
+import msgspec
+import pytest
+from request_bodies import TRAITS, chat
+
+from neuron_di.errors import BadRequest
+from neuron_di.types import RequestId
+from neuron_di_proxy.model_traits import ModelTraits
+from neuron_di_proxy.tool_calls import TOOLS_MAX, read_tools, tool_grammar
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NO_FORMAT = ModelTraits()
+
+
+def tool(name, **fields):
+    return {"type": "function", "function": {"name": name} | fields}
+
+
+WEATHER = tool("weather", description="Of today.", parameters=CITY, strict=True)
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def read(tools, choice=None, parallel=None, traits=TRAITS):
+    def raw(value):
+        return None if value is None else msgspec.Raw(json.dumps(value).encode())
+
+    return read_tools(raw(tools), raw(choice), parallel, traits)
+
+
+def schema(use):
+    grammar = tool_grammar(use)
+    assert (grammar.kind, grammar.param) == ("json_schema", "tools")
+    return json.loads(grammar.value)
+
+
+def test_tools_are_given_on_as_the_client_wrote_them():
+    raw = msgspec.Raw(b'[ {"type":"function", "function":{"name":"f"}} ]')
+    assert read_tools(raw, None, None, TRAITS).tools == raw
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "chosen"),
+    [
+        (None, "auto", None),
+        ("auto", "auto", None),
+        ("required", "required", None),
+        (NAMED, "named", "weather"),
+    ],
+)
+def test_what_the_model_may_do(choice, expected, chosen):
+    use = read([WEATHER, tool("f")], choice)
+    assert (use.choice, use.chosen, use.is_parallel) == (expected, chosen, True)
+    assert (tool_grammar(use) is None) == (expected == "auto")
+    assert not read([WEATHER], choice, parallel=False).is_parallel
+
+
+def test_no_tools_no_calls():
+    assert read(None) is None
+    assert read(None, "none") is None
+    assert read([WEATHER], "none") is None
+    assert read([WEATHER], "none", traits=NO_FORMAT) is None
+
+
+def test_a_call_that_is_forced_needs_no_format_of_the_model():
+    assert read([WEATHER], "required", traits=NO_FORMAT) is not None
+    assert read([WEATHER], NAMED, traits=NO_FORMAT) is not None
+    for choice in (None, "auto"):
+        with pytest.raises(BadRequest) as error:
+            read([WEATHER], choice, traits=NO_FORMAT)
+        assert error.value.param == "tool_choice"
+        assert "required" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "parallel", "param"),
+    [
+        (None, "auto", None, "tool_choice"),
+        (None, NAMED, None, "tool_choice"),
+        (None, None, True, "parallel_tool_calls"),
+        ([], None, None, "tools"),
+        ({}, None, None, "tools"),
+        ([WEATHER] * (TOOLS_MAX + 1), None, None, "tools"),
+        ([tool("f"), tool("f")], None, None, "tools[1].function.name"),
+        ([tool("a b")], None, None, "tools[0].function.name"),
+        ([tool("f\n")], None, None, "tools[0].function.name"),
+        ([tool("é")], None, None, "tools[0].function.name"),
+        ([tool("x" * 65)], None, None, "tools[0].function.name"),
+        ([tool("")], None, None, "tools[0].function.name"),
+        ([{"type": "function", "function": {}}], None, None, "tools[0].function.name"),
+        ([{"type": "function"}], None, None, "tools[0].function"),
+        ([{"type": "custom", "custom": {"name": "f"}}], None, None, "tools[0].type"),
+        ([{"type": "function", "function": {"name": "f"}, "x": 1}], None, None, "tools[0].x"),
+        ([tool("f", x=1)], None, None, "tools[0].function.x"),
+        ([tool("f", strict="yes")], None, None, "tools[0].function.strict"),
+        ([tool("f", parameters=[])], None, None, "tools[0].function.parameters"),
+        ([tool("f", parameters={"type": "array"})], None, None, "tools[0].function.parameters"),
+        ([tool("f", parameters={"properties": {}})], None, None, "tools[0].function.parameters"),
+        ([WEATHER], "any", None, "tool_choice"),
+        ([WEATHER], 7, None, "tool_choice"),
+        ([WEATHER], {"type": "function", "function": {"name": "f"}}, None, "tool_choice"),
+        ([WEATHER], {"type": "function"}, None, "tool_choice.function"),
+        ([WEATHER], {"type": "allowed_tools"}, None, "tool_choice.type"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_its_name(tools, choice, parallel, param):
+    with pytest.raises(BadRequest) as error:
+        read(tools, choice, parallel)
+    assert error.value.param == param
+
+
+def test_the_names_of_a_refusal_reach_the_client():
+    with pytest.raises(BadRequest) as error:
+        chat(tools=[tool("a b")])
+    assert error.value.param == "tools[0].function.name"
+    assert "a b" not in error.value.message
+
+
+def test_a_tool_may_have_no_parameters():
+    for parameters in ({}, None):
+        use = read([tool("f", parameters=parameters)], "required")
+        assert use.parameters["f"]["additionalProperties"] is False
+
+
+def test_the_grammar_of_required_calls():
+    written = schema(read([WEATHER, tool("f")], "required"))
+    assert (written["type"], written["minItems"]) == ("array", 1)
+    assert "maxItems" not in written
+    calls = written["items"]["anyOf"]
+    assert [call["properties"]["name"] for call in calls] == [{"const": "weather"}, {"const": "f"}]
+    # The order in which a model must write them: a reader knows the name before the arguments.
+    assert list(calls[0]["properties"]) == ["name", "arguments"]
+    assert calls[0]["required"] == ["name", "arguments"]
+    assert calls[0]["additionalProperties"] is False
+    assert written["$defs"]["weather"] == CITY
+
+
+def test_the_grammar_of_one_call():
+    assert schema(read([WEATHER], "required", parallel=False))["maxItems"] == 1
+    written = schema(read([tool("f"), WEATHER], NAMED))
+    assert written["maxItems"] == 1
+    assert written["items"]["properties"]["name"] == {"const": "weather"}
+    assert list(written["$defs"]) == ["weather"]
+
+
+def test_references_within_parameters_still_find_what_they_name():
+    parameters = {
+        "type": "object",
+        "$defs": {"$ref": {"type": "string"}, "Tree": {"items": {"$ref": "#/$defs/Tree"}}},
+        "properties": {
+            "tree": {"$ref": "#/$defs/Tree"},
+            "self": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "$ref": {"const": {"$ref": "#/x"}},
+            "enum": {"enum": [{"$ref": "#/x"}], "default": {"$ref": "#/x"}},
+            "const": {"$ref": "#/$defs/$ref"},
+        },
+    }
+    moved = schema(read([tool("f", parameters=parameters)], "required"))["$defs"]["f"]
+    base = "#/$defs/f"
+    assert moved == {
+        "type": "object",
+        "$defs": {
+            "$ref": {"type": "string"},
+            "Tree": {"items": {"$ref": f"{base}/$defs/Tree"}},
+        },
+        "properties": {
+            "tree": {"$ref": f"{base}/$defs/Tree"},
+            "self": {"anyOf": [{"$ref": base}, {"type": "null"}]},
+            "$ref": {"const": {"$ref": "#/x"}},
+            "enum": {"enum": [{"$ref": "#/x"}], "default": {"$ref": "#/x"}},
+            "const": {"$ref": f"{base}/$defs/$ref"},
+        },
+    }
+
+
+def test_the_id_of_a_call_is_a_function_of_where_it_stands():
+    use, again = read([WEATHER]), read([tool("f")], "required")
+    request_id = RequestId("r1")
+    first = use.call_id(request_id, 0, 0)
+    assert first == again.call_id(request_id, 0, 0)
+    assert first.startswith("call_")
+    others = [use.call_id(request_id, 0, 1), use.call_id(request_id, 1, 0)]
+    others.append(use.call_id(RequestId("r2"), 0, 0))
+    assert len({first, *others}) == 4
+
+
+def test_mistrals_templates_take_back_nine_letters():
+    use = read([WEATHER], traits=ModelTraits(tool_format="mistral"))
+    call_id = use.call_id(RequestId("r1"), 0, 0)
+    assert len(call_id) == 9
+    assert call_id.isalnum()
+
+
+def test_marks_that_are_special_tokens_must_be_seen():
+    mistral = ModelTraits(tool_format="mistral")
+    assert read([WEATHER], traits=mistral).keeps_special_tokens
+    assert not read([WEATHER], "required", traits=mistral).keeps_special_tokens
+    assert not read([WEATHER]).keeps_special_tokens

@@ -1,0 +1,201 @@
+"""From a leg's fields to a request."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from worker_kit import prefill_leg
+
+from neuron_di.errors import BadRequest, NeuronDiError, TooLarge
+from neuron_di.request import Request, Tokenizer
+from neuron_di.testing import write_random_checkpoint
+from neuron_di.testing.checkpoints import TOOL_CHAT_TEMPLATE
+from neuron_di.wire import JSON_NULL, PrefillLeg, PromptOptions, encode_json, prefill_leg_decoder
+from neuron_di.worker.prompts import REPORTED_LOGPROBS_MAX, PromptReader
+
+CONTEXT = 3000
+ASK = {"role": "user", "content": "hi there"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> PromptReader:
+    folder: Path = tmp_path_factory.mktemp("prompts")
+    write_random_checkpoint(folder, "llama", chat_template=TOOL_CHAT_TEMPLATE)
+    tokenizer = Tokenizer.load(folder)
+    return PromptReader(tokenizer, num_vocab=tokenizer.num_vocab, context_tokens=CONTEXT)
+
+
+def raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value).encode())
+
+
+def leg_of(
+    prompt: object, endpoint: str = "completions", emitted: tuple[int, ...] = (), **options: object
+) -> PrefillLeg:
+    """As it comes out of the wire."""
+    leg = prefill_leg("r", prompt, emitted=emitted, max_tokens=8)
+    leg = msgspec.structs.replace(leg, endpoint=endpoint, options=PromptOptions(**options))
+    return prefill_leg_decoder.decode(encode_json(leg))
+
+
+def read(reader: PromptReader, leg: PrefillLeg) -> Request:
+    return asyncio.run(reader.read(leg))
+
+
+def text_of(reader: PromptReader, leg: PrefillLeg) -> str:
+    return reader.tokenizer.decode(read(reader, leg).prompt_ids, skip_special_tokens=False)
+
+
+def refusal(reader: PromptReader, leg: PrefillLeg) -> NeuronDiError:
+    with pytest.raises((BadRequest, TooLarge)) as caught:
+        read(reader, leg)
+    return caught.value
+
+
+def test_a_chat_gets_all_that_its_template_takes(reader: PromptReader) -> None:
+    leg = leg_of(
+        [ASK],
+        "chat",
+        tools=raw([TOOL]),
+        template_kwargs=raw({"enable_thinking": True}),
+    )
+    text = text_of(reader, leg)
+    assert json.dumps(TOOL) in text
+    assert text.endswith("<|im_start|>assistant\n<think>\n")
+    assert text_of(reader, leg_of([ASK], "chat")) == (
+        "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_answer_may_go_on_with_a_message(reader: PromptReader) -> None:
+    messages = [ASK, {"role": "assistant", "content": "so "}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    text = text_of(reader, leg_of(messages, "chat", **options))
+    assert text == "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nso "
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [(None, False), ({"enable_thinking": True}, True), ({"enable_thinking": False}, False)],
+)
+def test_whether_the_answer_begins_in_reasoning(
+    reader: PromptReader, kwargs: object, expected: bool
+) -> None:
+    leg = leg_of([ASK], "chat", template_kwargs=raw(kwargs))
+    assert read(reader, leg).begins_in_reasoning is expected
+    assert not read(reader, leg_of("<think>")).begins_in_reasoning, "a plain text has no template"
+
+
+def test_special_tokens_are_added_as_asked(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, "llama")
+    file = tmp_path / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    fields["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, _A],
+        "pair": [_A, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
+        },
+    }
+    file.write_text(json.dumps(fields))
+    tokenizer = Tokenizer.load(tmp_path)
+    reader = PromptReader(tokenizer, num_vocab=tokenizer.num_vocab, context_tokens=CONTEXT)
+    for endpoint, prompt, default in (("completions", "hi", True), ("chat", [ASK], False)):
+        ids = {
+            wish: read(reader, leg_of(prompt, endpoint, add_special_tokens=wish)).prompt_ids
+            for wish in (None, True, False)
+        }
+        assert ids[True] == [1, *ids[False]]
+        assert ids[None] == ids[default]
+
+
+_A = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def test_of_a_long_prompt_the_last_tokens_are_kept(reader: PromptReader) -> None:
+    ids = list(range(100, 200))
+    assert read(reader, leg_of(ids, keep_last_tokens=30)).prompt_ids == ids[-30:]
+    assert read(reader, leg_of(ids, keep_last_tokens=100)).prompt_ids == ids
+    assert read(reader, leg_of(ids, keep_last_tokens=101)).prompt_ids == ids
+    long = ids * 40
+    assert read(reader, leg_of(long, keep_last_tokens=-1)).prompt_ids == long[-(CONTEXT - 8) :]
+    assert "the context holds" in refusal(reader, leg_of(long)).message
+    text = "one two three four"
+    kept = read(reader, leg_of(text, keep_last_tokens=2, report=True))
+    whole = reader.tokenizer.encode(text)
+    assert kept.prompt_ids == whole[-2:]
+    assert kept.prompt_wish is not None
+    assert text.endswith(kept.prompt_wish.text)
+    assert len(kept.prompt_wish.text) < len(text)
+
+
+@pytest.mark.parametrize("keep", [0, -2])
+def test_none_or_fewer_tokens_are_not_kept(reader: PromptReader, keep: int) -> None:
+    error = refusal(reader, leg_of("x", keep_last_tokens=keep))
+    assert error.param == "truncate_prompt_tokens"
+
+
+def test_a_report_has_the_prompts_text(reader: PromptReader) -> None:
+    assert read(reader, leg_of("x")).prompt_wish is None
+    of_text = read(reader, leg_of("héllo", report=True)).prompt_wish
+    assert of_text is not None
+    assert (of_text.text, of_text.num_top) == ("héllo", None)
+    ids = reader.tokenizer.encode("héllo")
+    of_ids = read(reader, leg_of([*ids, 1], report=True, logprobs=3)).prompt_wish
+    assert of_ids is not None
+    assert (of_ids.text, of_ids.num_top) == ("héllo<|im_start|>", 3)
+    of_chat = read(reader, leg_of([ASK], "chat", report=True)).prompt_wish
+    assert of_chat is not None
+    assert of_chat.text.startswith("<|im_start|>user\nhi there")
+
+
+def test_a_continuation_reports_nothing(reader: PromptReader) -> None:
+    leg = leg_of("x", emitted=(5,), report=True, logprobs=20)
+    assert read(reader, leg).prompt_wish is None
+
+
+def test_logprobs_of_a_prompt_are_bounded(reader: PromptReader) -> None:
+    num_top = 20
+    wide = PromptReader(reader.tokenizer, num_vocab=reader.num_vocab, context_tokens=1 << 20)
+    limit = REPORTED_LOGPROBS_MAX // (num_top + 1)
+    assert read(wide, leg_of([5] * limit, report=True, logprobs=num_top)).num_prompt == limit
+    error = refusal(wide, leg_of([5] * (limit + 1), report=True, logprobs=num_top))
+    assert error.param == "logprobs"
+    assert str(REPORTED_LOGPROBS_MAX) in error.message
+    for wrong in (-1, 21):
+        assert refusal(wide, leg_of("x", report=True, logprobs=wrong)).param == "logprobs"
+    assert read(wide, leg_of([5] * (limit + 1), report=True)).num_prompt == limit + 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "prompt", "options", "param"),
+    [
+        ("chat", "hello", {}, "messages"),
+        ("chat", [ASK], {"tools": raw({})}, "tools"),
+        ("chat", [ASK], {"documents": raw([{"text": "x"}])}, "documents"),
+        ("chat", [ASK], {"template_kwargs": raw([])}, "chat_template_kwargs"),
+        ("chat", [ASK], {"template_kwargs": raw({"messages": 1})}, "chat_template_kwargs"),
+        ("chat", [ASK], {"continue_final_message": True}, "continue_final_message"),
+        ("completions", {"a": 1}, {}, "prompt"),
+        ("completions", [5, "x"], {}, "prompt"),
+        ("completions", [True], {}, "prompt"),
+        ("completions", [2048], {}, "prompt"),
+        ("completions", [-1], {}, "prompt"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    reader: PromptReader, endpoint: str, prompt: object, options: dict[str, object], param: str
+) -> None:
+    assert refusal(reader, leg_of(prompt, endpoint, **options)).param == param
+
+
+def test_fields_that_are_not_there_take_no_bytes() -> None:
+    assert encode_json(PromptOptions()) == b"{}"
+    assert encode_json(PromptOptions(tools=JSON_NULL)) == b"{}"
+    with_tools = encode_json(PromptOptions(tools=raw([TOOL])))
+    again = msgspec.json.decode(with_tools, type=PromptOptions)
+    assert bytes(again.tools) == bytes(raw([TOOL]))

@@ -1,0 +1,83 @@
+"""Structured output across the hand-over: two workers say what one says, and keep the grammar."""
+
+import asyncio
+import json
+
+import pytest
+from worker_kit import collect, decode_leg, outcome, prefill_leg, token_ids
+
+from neuron_di.errors import BadRequest
+from neuron_di.wire import Finished, Grammar
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+FIELDS = {
+    "grammar": Grammar(kind="json_schema", value=json.dumps(SCHEMA)),
+    "max_tokens": 300,
+    "temperature": 1.0,
+    "seed": 4,
+    "bad_words": ("the",),
+    "logit_bias": ((400, 5.0),),
+}
+
+
+def text_of(events):
+    return "".join(getattr(event, "text", "") for event in events)
+
+
+async def test_two_workers_write_the_same_valid_answer(workers, prefill, decode):
+    both = workers.start("both")
+    whole = await collect(both.combined.run(prefill_leg("r", **FIELDS)))
+    first, rest = await asyncio.gather(
+        collect(prefill.prefill.run(prefill_leg("r", **FIELDS))),
+        collect(decode.decode.run(decode_leg("r", prefill, **FIELDS))),
+    )
+    assert token_ids(first + rest) == token_ids(whole)
+    answer = json.loads(text_of(first + rest))
+    assert sorted(answer) == ["n", "name"]
+    assert isinstance(rest[-1], Finished)
+    assert rest[-1].reason == "stop"
+
+
+async def test_a_later_attempt_goes_on_in_the_grammar(workers, prefill, decode):
+    both = workers.start("both")
+    whole = await collect(both.combined.run(prefill_leg("r", **FIELDS)))
+    ids = token_ids(whole)
+    for attempt, num_emitted in enumerate((1, len(ids) // 2, len(ids) - 1)):
+        given = {"attempt": attempt, **FIELDS}
+        first, rest = await asyncio.gather(
+            outcome(
+                collect(prefill.prefill.run(prefill_leg("r", emitted=ids[:num_emitted], **given)))
+            ),
+            outcome(
+                collect(
+                    decode.decode.run(decode_leg("r", prefill, num_emitted=num_emitted, **given))
+                )
+            )
+            if num_emitted < len(ids) - 1
+            else asyncio.sleep(0, []),
+        )
+        assert token_ids(first + rest) == ids[num_emitted:]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+async def test_what_cannot_be_compiled_is_refused_by_every_role(workers, prefill, role):
+    worker = prefill if role == "prefill" else workers.start(role)
+    schema = '{"type": "object", "not": {}}'
+    grammar = Grammar(kind="json_schema", value=schema, param="tools")
+    leg = prefill_leg("r", grammar=grammar)
+    if role == "decode":
+        events = worker.decode.run(decode_leg("r", prefill, grammar=grammar))
+    else:
+        events = (worker.prefill or worker.combined).run(leg)
+    error = await outcome(collect(events))
+    assert isinstance(error, BadRequest)
+    assert error.param == "tools"
+    assert "not supported: not" in error.message
