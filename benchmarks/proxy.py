@@ -29,7 +29,7 @@ from benchmarks.proxy_report import Cell, ProxyReport, Sample, print_report, wri
 from benchmarks.proxy_stub import PREFILL_S
 
 MODULE = "benchmarks.proxy"
-_PEER_NAMES = ("direct", "nginx", "vLLM demo", "vllm-router", "sglang-router", "neuron-di")
+_PEER_NAMES = ("direct", "nginx", "vllm-demo", "vllm-router", "sglang-router", "neuron-di")
 
 
 def main() -> int:
@@ -71,7 +71,7 @@ def contenders(
     """Those that are wanted and there; a line about each that is not there."""
     ports = iter(free_ports(8))
     found: list[ProxyCommand] = []
-    missing = {"vLLM demo": "--demo-proxy", "vllm-router": "--vllm-router"}
+    missing = {"vllm-demo": "--demo-proxy", "vllm-router": "--vllm-router"}
     missing["sglang-router"] = "--sglang-python"
     missing["nginx"] = "install it"
     for name in options.contenders:
@@ -87,7 +87,7 @@ def contenders(
             command = proxies.sglang_router(stubs, port, options.sglang_python, next(ports))
         elif name == "vllm-router" and options.vllm_router is not None:
             command = proxies.vllm_router(stubs, port, options.vllm_router, next(ports))
-        elif name == "vLLM demo" and options.demo_proxy is not None:
+        elif name == "vllm-demo" and options.demo_proxy is not None:
             python = options.demo_python or Path(sys.executable)
             command = proxies.vllm_demo(stubs, port, python, options.demo_proxy)
         if command is None:

@@ -15,7 +15,7 @@ _COLOURS = {
     OURS: "#0072B2",
     "sglang-router": "#D55E00",
     "vllm-router": "#E69F00",
-    "vLLM demo": "#CC79A7",
+    "vllm-demo": "#CC79A7",
     "nginx": "#009E73",
     "direct": "#777777",
 }

@@ -203,10 +203,10 @@ class LinkWorkers:
         def first() -> None:
             say(Token(index=0, token_id=0, text=stamp().decode()))
             if num_tokens == 1:
-                say(_finished(1))
+                say(finished(1))
                 return
             say(Parked(num_prompt=1))
-            self._parked[key] = lambda: say(Released(receipt=_receipt("prefill")))
+            self._parked[key] = lambda: say(Released(receipt=receipt("prefill")))
             if (start := self._waiting.pop(key, None)) is not None:
                 start()
 
@@ -227,7 +227,7 @@ class LinkWorkers:
             say(Token(index=index, token_id=index, text=stamp().decode()))
             if index < num_tokens - 1:
                 return False
-            say(_finished(num_tokens))
+            say(finished(num_tokens))
             return True
 
         def start() -> None:
@@ -241,17 +241,18 @@ class LinkWorkers:
             self._waiting[key] = start
 
 
-def _receipt(role: Any) -> LegReceipt:
+def receipt(role: Any) -> LegReceipt:
     # A self test asks whether KV was moved.
     return LegReceipt(worker_id=WorkerId(role), role=role, pid=1, link="stub", kv_bytes=1)
 
 
-def _finished(num_tokens: int) -> Finished:
-    receipt = _receipt("decode")
-    return Finished(reason="length", num_prompt=1, num_generated=num_tokens, receipt=receipt)
+def finished(num_tokens: int) -> Finished:
+    return Finished(
+        reason="length", num_prompt=1, num_generated=num_tokens, receipt=receipt("decode")
+    )
 
 
-def _status(role: Role, port: int) -> WorkerStatus:
+def status(role: Role, port: int) -> WorkerStatus:
     record = WorkerRecord(
         protocol_version=PROTOCOL_VERSION,
         worker_id=WorkerId(role),
@@ -295,13 +296,13 @@ async def _serve(tick_s: float, http_ports: list[int], link_ports: list[int]) ->
     workers = LinkWorkers(ticker)
     roles: tuple[Role, Role] = ("prefill", "decode")
     for port, role in zip(link_ports, roles, strict=True):
-        body = encode_json(_status(role, port))
+        body = encode_json(status(role, port))
 
-        async def status(_: web.Request, body: bytes = body) -> web.Response:
+        async def answer(_: web.Request, body: bytes = body) -> web.Response:
             return web.Response(body=body, content_type="application/json")
 
         app = web.Application()
-        app.router.add_get("/status", status)
+        app.router.add_get("/status", answer)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         assert runner.server is not None, "it is set up"

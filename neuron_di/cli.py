@@ -1,5 +1,6 @@
 """The `neuron-di` command. Exit codes: 0 fine, 1 failed while running, 2 could not start."""
 
+import argparse
 import asyncio
 import os
 import sys
@@ -15,6 +16,8 @@ from neuron_di.config import (
     add_flags,
     load_options,
 )
+from neuron_di.conformance_command import SUMMARY as CONFORMANCE_SUMMARY
+from neuron_di.conformance_command import add_conformance_flags, run_conformance_command
 from neuron_di.errors import ConfigError, NeuronDiError
 from neuron_di.key_command import SUMMARY as KEY_SUMMARY
 from neuron_di.key_command import add_key_flags, run_key_command
@@ -46,19 +49,45 @@ def _run(arguments: list[str]) -> int:
     for name, (options_class, _, summary) in _COMMANDS.items():
         add_flags(commands.add_parser(name, help=summary, description=summary), options_class)
     status = commands.add_parser("status", help=_STATUS_SUMMARY, description=_STATUS_SUMMARY)
-    status.add_argument("--url", default="http://127.0.0.1:8000", help="the proxy's address")
+    _add_proxy_flags(status)
     status.add_argument("--json", action="store_true", help="print the answer as JSON")
+    top = commands.add_parser("top", help=_TOP_SUMMARY, description=_TOP_SUMMARY)
+    _add_proxy_flags(top)
+    top.add_argument("--once", action="store_true", help="print one frame and end")
     add_key_flags(commands.add_parser("key", help=KEY_SUMMARY, description=KEY_SUMMARY))
+    add_conformance_flags(
+        commands.add_parser(
+            "conformance", help=CONFORMANCE_SUMMARY, description=CONFORMANCE_SUMMARY
+        )
+    )
     flags = parser.parse_args(arguments)
     if flags.command == "key":
         print(run_key_command(flags))
         return 0
+    if flags.command == "conformance":
+        return run_conformance_command(flags)
     if flags.command == "status":
         from neuron_di.status import show_status
 
-        return show_status(flags.url, as_json=flags.json)
+        return show_status(flags.url, key=_key_of(flags), as_json=flags.json)
+    if flags.command == "top":
+        from neuron_di.top import show_top
+
+        return show_top(flags.url, key=_key_of(flags), once=flags.once)
     options_class, run, _ = _COMMANDS[flags.command]
     return run(load_options(options_class, flags, os.environ, flags.config))
+
+
+def _add_proxy_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the proxy's address")
+    parser.add_argument(
+        "--key", help=f"an operator's API key; better in the variable {_KEY_VARIABLE}"
+    )
+
+
+def _key_of(flags: argparse.Namespace) -> str | None:
+    key: str | None = flags.key
+    return key or os.environ.get(_KEY_VARIABLE)
 
 
 def _serve(options: ServeOptions) -> int:
@@ -97,6 +126,9 @@ def _child(options: ProxyOptions | WorkerOptions, name: str, run: Callable[[], N
     return 0
 
 
+_KEY_VARIABLE = "KEY_NEURON_DI"  # whoever can list processes can read flags
+
+_TOP_SUMMARY = "watch the workers, their load and what moves between them, live"
 _STATUS_SUMMARY = "show which workers are there and what they do"
 
 _COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {

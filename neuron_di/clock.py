@@ -18,33 +18,34 @@ class Clock(Protocol):
 
 
 class _SystemClock:
-    def monotonic_s(self) -> float:
-        return time.monotonic()
-
-    def unix_s(self) -> float:
-        return time.time()
-
-    def sleep_s(self, duration_s: float) -> None:
-        time.sleep(duration_s)
+    monotonic_s = staticmethod(time.monotonic)
+    unix_s = staticmethod(time.time)
+    sleep_s = staticmethod(time.sleep)
 
 
 _clock: Clock = _SystemClock()
+_monotonic_s = _clock.monotonic_s  # of `_clock`: asked several times for each token
 
 
 @contextmanager
 def use_clock(clock: Clock) -> Iterator[None]:
     """Run the block on another clock: for tests and simulations, which own their thread."""
-    global _clock
-    before, _clock = _clock, clock
+    before = _clock
+    _set(clock)
     try:
         yield
     finally:
-        _clock = before
+        _set(before)
+
+
+def _set(clock: Clock) -> None:
+    global _clock, _monotonic_s
+    _clock, _monotonic_s = clock, clock.monotonic_s
 
 
 def now_s() -> float:
     """Seconds on a clock that never goes back. The same for every process of one host."""
-    return _clock.monotonic_s()
+    return _monotonic_s()
 
 
 def unix_s() -> float:

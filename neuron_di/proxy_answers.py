@@ -1,7 +1,9 @@
 """Asks a proxy how it is, for the commands that show it to people."""
 
+import ssl
 import urllib.error
 import urllib.request
+from typing import Any
 
 import msgspec
 
@@ -9,6 +11,16 @@ from neuron_di.errors import Forbidden, PeerGone, RemoteProtocolError, Unauthori
 from neuron_di_proxy.status import StatusReport
 
 ANSWER_TIMEOUT_S = 5.0
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows nobody elsewhere: the key is for the proxy."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirect)
 _status_decoder = msgspec.json.Decoder(StatusReport)
 
 
@@ -23,7 +35,7 @@ def ask(url: str, path: str, key: str | None) -> bytes:
             raise ValueError("the address must start with http:// or https://")
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         request = urllib.request.Request(address, headers=headers)  # noqa: S310
-        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:  # noqa: S310
+        with _opener.open(request, timeout=ANSWER_TIMEOUT_S) as response:
             body: bytes = response.read()
     except urllib.error.HTTPError as error:
         error.close()
@@ -34,6 +46,12 @@ def ask(url: str, path: str, key: str | None) -> bytes:
         raise PeerGone(f"{url} answers with status {error.code}") from None
     except (urllib.error.URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            raise PeerGone(
+                f"the certificate of {url} cannot be trusted ({reason.verify_message}): "
+                "the variable SSL_CERT_FILE names the certificates that can"
+            ) from None
+        reason = getattr(reason, "strerror", None) or reason  # without the number
         raise PeerGone(f"no proxy answers at {url}: {reason}") from None
     return body
 

@@ -1,36 +1,19 @@
 """`neuron-di status`: the proxy's view of its workers, as a table or as JSON."""
 
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from neuron_di.errors import PeerGone, RemoteProtocolError
+from neuron_di.proxy_answers import ask_status
 from neuron_di.wire import WorkerStatus
 from neuron_di_proxy.status import StatusReport, WorkerReport
 
-STATUS_TIMEOUT_S = 5.0
-_NOT_USED = frozenset({"suspect", "frozen", "down", "broken"})  # states of a worker's health
 
-
-def show_status(url: str, *, as_json: bool) -> int:
+def show_status(url: str, *, key: str | None = None, as_json: bool) -> int:
     """Print who is there. PeerGone when no proxy answers at `url`."""
-    address = f"{url.rstrip('/')}/status"
-    try:
-        if not address.startswith(("http://", "https://")):
-            raise ValueError("the address must start with http:// or https://")
-        with urllib.request.urlopen(address, timeout=STATUS_TIMEOUT_S) as response:  # noqa: S310
-            body: bytes = response.read()
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise PeerGone(f"no proxy answers at {url}: {reason}") from None
-    try:
-        report = msgspec.json.decode(body, type=StatusReport)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"{url} is not a neuron-di proxy: {error}") from None
+    report, body = ask_status(url, key)
     if as_json:
         print(msgspec.json.format(body, indent=2).decode())
     else:
@@ -56,15 +39,24 @@ def _print_table(url: str, report: StatusReport) -> None:
     for worker in report.workers:
         table.add_row(*_row(worker))
     console.print(table)
-    for words in _notes(report):
+    for words in notes(report):
         console.print(words)
 
 
-def _notes(report: StatusReport) -> Iterator[str]:
+def notes(report: StatusReport) -> Iterator[str]:
     """What an operator should know, a line each."""
+    yield from map(printable, _notes(report))
+
+
+def printable(text: str) -> str:
+    """Without what would command a terminal: a worker may say anything."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _notes(report: StatusReport) -> Iterator[str]:
     for worker in report.workers:
         worker_id = worker.record.worker_id
-        if worker.health in _NOT_USED:
+        if worker.is_shunned:
             yield f"{worker_id} gets no requests: {worker.health_reason or worker.health}"
         elif worker.unreachable is not None:
             yield f"{worker_id} does not answer: {worker.unreachable}"
@@ -89,21 +81,15 @@ def _troubles(status: WorkerStatus) -> list[str]:
     return troubles
 
 
-def _state(worker: WorkerReport, status: WorkerStatus) -> str:
-    """The worker's own word, unless the proxy knows better."""
-    return worker.health if worker.health in _NOT_USED else status.record.state
-
-
 def _row(worker: WorkerReport) -> list[str]:
     record, status = worker.record, worker.status
     if status is None:
-        state = worker.health if worker.health in _NOT_USED else "unreachable"
-        return [record.worker_id, record.role, state, str(record.pid)]
+        return [printable(record.worker_id), record.role, worker.shown_state(), str(record.pid)]
     num_transferring = str(status.num_transferring)
     return [
-        record.worker_id,
+        printable(record.worker_id),
         record.role,
-        _state(worker, status),
+        worker.shown_state(),
         str(record.pid),
         str(status.num_blocks_free),
         str(status.num_blocks),

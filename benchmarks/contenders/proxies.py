@@ -69,7 +69,7 @@ def vllm_demo(stubs: StubPorts, port: int, python: Path, script: Path) -> ProxyC
         *(str(python), str(script), "--port", str(port)),
         *("--prefill-url", prefill, "--decode-url", decode),
     )
-    return ProxyCommand("vLLM demo", port, command, "Quart; prefill's answer, then decode")
+    return ProxyCommand("vllm-demo", port, command, "Quart; prefill's answer, then decode")
 
 
 def nginx(stubs: StubPorts, port: int, folder: Path) -> ProxyCommand | None:

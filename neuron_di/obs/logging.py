@@ -29,6 +29,10 @@ class EventLogger:
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
+    def shows_info(self) -> bool:
+        """Whether `info` says anything now: for fields that cost something to find."""
+        return self._logger.isEnabledFor(logging.INFO)
+
     def debug(self, event: str, **fields: object) -> None:
         self._emit(logging.DEBUG, event, fields)
 

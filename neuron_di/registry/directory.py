@@ -31,13 +31,14 @@ class Directory:
     def __init__(self, registry: WatchableRegistry) -> None:
         self._registry = registry
         self._workers: Mapping[str, WorkerRecord] = {}
+        self._view: tuple[WorkerRecord, ...] = ()
         self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
         self.epoch = 0
         self.num_ignored = 0
 
     def workers(self) -> tuple[WorkerRecord, ...]:
-        """Every worker, sorted by key."""
-        return tuple(self._workers[key] for key in sorted(self._workers))
+        """Every worker, sorted by key. The same object until something changes."""
+        return self._view
 
     async def wait_changed(self, epoch: int) -> int:
         """Wait until the view is newer than `epoch`. Returns its epoch."""
@@ -75,6 +76,7 @@ class Directory:
                 workers = {key: each for key, each in self._workers.items() if key != event.key}
         if workers != self._workers:
             self._workers = workers
+            self._view = tuple(workers[key] for key in sorted(workers))
             self.epoch += 1
             self._changed.set()
             self._changed = asyncio.Event()

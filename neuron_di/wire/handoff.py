@@ -13,7 +13,7 @@ answers. docs/handoff.md draws the tables; `make handoff-diagram` makes it from 
 """
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple, NoReturn
 
 from neuron_di.errors import LocalProtocolError, RemoteProtocolError
@@ -95,7 +95,7 @@ class ReceiverAction(Enum):
     COUNT_STALE = "count stale"
 
 
-class LaunchState(Enum):
+class LaunchState(StrEnum):  # hashed for each event of each request, as its events are
     LAUNCHED = "launched"  # both legs run, no token has come
     STARTED = "started"  # prefill's token is with the client
     PARKED = "parked"  # the KV waits for decode
@@ -103,7 +103,7 @@ class LaunchState(Enum):
     OVER = "over"  # complete, or failed: this attempt says nothing more
 
 
-class LaunchEvent(Enum):
+class LaunchEvent(StrEnum):
     PREFILL_TOKEN = "prefill Token"
     PREFILL_PARKED = "prefill Parked"
     PREFILL_RELEASED = "prefill Released"

@@ -13,6 +13,7 @@ event, or CloseLeg, ends a leg; what either side still sends of it after that is
 of the link ends all its legs.
 """
 
+from struct import Struct
 from typing import Annotated, Literal
 
 import msgspec
@@ -27,7 +28,8 @@ MAGIC = b"\0neuron-di legs 1\n"
 # Both sides say so often that they are alive: what queues is not what died.
 ALIVE_INTERVAL_S = 1.0
 
-_LENGTH_BYTES = 4
+_LENGTH = Struct(">I")
+_LENGTH_BYTES = _LENGTH.size
 FROM_PROXY_BYTES_MAX = LEG_BYTES_MAX + 1024
 # One event may be as large as it likes to; the tokens of a step beside it are small.
 FROM_WORKER_BYTES_MAX = EVENT_BYTES_MAX + (8 << 20)
@@ -86,7 +88,7 @@ def encode_frame(message: FromProxy | Told) -> bytearray:
     """A message as it is sent: its length, then itself."""
     frame = bytearray(_LENGTH_BYTES)
     _encoder.encode_into(message, frame, _LENGTH_BYTES)
-    frame[:_LENGTH_BYTES] = (len(frame) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "big")
+    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH_BYTES)
     return frame
 
 
@@ -113,7 +115,7 @@ class FrameReader:
             if payload > end:
                 self._num_needed = _LENGTH_BYTES
                 break
-            num_bytes = int.from_bytes(view[start:payload], "big")
+            (num_bytes,) = _LENGTH.unpack_from(data, start)
             if num_bytes > self._bytes_max:
                 raise RemoteProtocolError(f"a frame of {num_bytes} bytes, or no frame at all")
             if payload + num_bytes > end:

@@ -88,6 +88,8 @@ class Answer:
     def chunk(self, token: Token, index: int = 0) -> bytes:
         """The SSE event for one token; empty when there is nothing to say yet."""
         frame = self._frames.get(index)
+        if frame is None and token.prompt is None:
+            frame = self._find_frame(index)
         if frame is not None and token.text:
             return frame[0] + _encode(token.text) + frame[1]
         return self._chunk(token, index)
@@ -137,16 +139,20 @@ class Answer:
         if self._request.continuous_usage:
             usage = _counts(self._num_prompt.get(index, 0), self._num_shown(token.index + 1))
         choice = writer.token(token)
-        if usage is None and writer.is_plain:
-            self._frames[index] = self._frame(writer)
+        self._find_frame(index)
         return b"" if choice is None else self._event([choice], usage, extra)
 
-    def _frame(self, writer: ChoiceWriter) -> tuple[bytes, bytes]:
+    def _find_frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """The frame of a choice's tokens, kept from now on. None: they may be more than text."""
+        writer = self._writers[index]
+        if self._request.continuous_usage or not writer.is_plain:
+            return None
         choice = writer.token(Token(index=1, token_id=0, text=_GAP))
         assert choice is not None  # there is text
         # From the right: the model's name, which is the client's, stands before the gap.
         before, _, behind = self._event([choice], None, {}).rpartition(_encode(_GAP))
-        return before, behind
+        self._frames[index] = frame = before, behind
+        return frame
 
     def _event(self, choices: list[Json], usage: Json | None, extra: Json) -> bytes:
         document = self._head | {"choices": choices} | extra

@@ -29,6 +29,7 @@ from neuron_di.version import __version__
 from neuron_di.wire import Failed
 from neuron_di_proxy.body_refusal import body_late, body_too_large, check_body_form
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
+from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.keys import authorize
 from neuron_di_proxy.metrics import CONTENT_TYPE
 from neuron_di_proxy.openapi import openapi_document
@@ -172,6 +173,7 @@ class Proxy(Quart):
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "neuron-di",
+            "root": model,  # load generators take the name of the tokenizer from it
             "max_model_len": self.service.traits(model).context_tokens,
         }
 
@@ -227,6 +229,9 @@ class Proxy(Quart):
             refusal = request.exchange.refuse(failed)
         else:
             refusal = refusal_of(failed, request.echoed_id)
+            if request.method == "POST" and request.path in HOT_PATHS:
+                known = failed if isinstance(failed, Failed) else failure_of(failed)
+                self.service.metrics.count_refused(known.code)
         if not is_read and request.http_version in ("1.0", "1.1"):
             headers = [*refusal.headers, ("connection", "close")]
             refusal = refusal._replace(headers=headers)

@@ -26,6 +26,7 @@ class Attempt:
     begun_with: int | None = None  # context_tokens of the attempt that this one continues
     num_tokens: int = 0  # that this attempt gave
     is_parked: bool = False  # prefill did its part
+    num_prompt: int = 0  # the prompt's tokens, as the worker said; 0: it has not yet
     num_cached: int = 0  # of the prompt's tokens: the worker found their KV, as it said
     prefill: LegReceipt | None = None
     decode: LegReceipt | None = None
@@ -40,7 +41,8 @@ class Attempt:
 
     def context_tokens(self) -> int:
         """What prompt and answer may have: as much as the smallest worker, from the first on."""
-        return self.begun_with or min(worker.context_tokens for worker in self.workers())
+        prefill, decode = self.workers()
+        return self.begun_with or min(prefill.context_tokens, decode.context_tokens)
 
     def workers(self) -> tuple[WorkerRecord, WorkerRecord]:
         """The prefill and the decode worker; the same where one does it all."""

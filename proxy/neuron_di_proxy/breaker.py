@@ -37,8 +37,9 @@ class Breaker:
 
     def admits(self) -> bool:
         """True when a request may be given to the worker now."""
-        state = self.state()
-        return state == "closed" or (state == "half_open" and self._num_trials == 0)
+        if self._opened_s is None:
+            return True
+        return self.state() == "half_open" and self._num_trials == 0
 
     def request(self) -> "BreakerRequest":
         """A request is with the worker for as long as a `with` block of this runs.
@@ -84,17 +85,27 @@ class BreakerRequest:
     def __init__(self, breaker: Breaker) -> None:
         self._breaker = breaker
         self._is_good = False
+        self._is_trial = False
 
     def __enter__(self) -> Callable[[], None]:
-        self._is_trial = self._breaker.state() == "half_open"
-        self._breaker.count_trials(self._is_trial)
-        return self._succeed
+        self.begin()
+        return self.succeed
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """The worker has the request from now on."""
+        self._is_trial = self._breaker.state() == "half_open"
+        self._breaker.count_trials(self._is_trial)
+
+    def end(self) -> None:
+        """The request is over."""
         if not self._is_good:
             self._breaker.count_trials(-self._is_trial)
 
-    def _succeed(self) -> None:
+    def succeed(self) -> None:
+        """The request's first good event; further calls do nothing."""
         if not self._is_good:
             self._is_good = True
             self._breaker.count_trials(-self._is_trial)

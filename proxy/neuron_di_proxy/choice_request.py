@@ -1,6 +1,5 @@
 """What one choice of an answer asks of the workers: one prompt, one set of parameters."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -15,16 +14,15 @@ HOT_PATHS: dict[str, Endpoint] = {
 }
 
 
-_AS_IT_IS = PromptOptions()
+AS_IT_IS = PromptOptions()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceRequest:
+class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request for one choice. `prompt` is the client's own JSON, unread."""
 
     endpoint: Endpoint
     model: str
     prompt: msgspec.Raw  # chat: the messages; completions: one string or one list of ids
     sampling: SamplingParams
-    options: PromptOptions = _AS_IT_IS
+    options: PromptOptions = AS_IT_IS
     traceparent: str | None = None

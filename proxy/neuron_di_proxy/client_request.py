@@ -1,16 +1,13 @@
 """A client's request once it is read and checked: everything the proxy knows of it."""
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from neuron_di.wire import PromptOptions, SamplingParams
-from neuron_di_proxy.choice_request import ChoiceRequest, Endpoint
+from neuron_di_proxy.choice_request import AS_IT_IS, ChoiceRequest, Endpoint
 from neuron_di_proxy.tool_calls import ToolUse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientRequest:
+class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request. Each prompt is the client's own JSON, unread.
 
     Choice `p * n + j` is the j-th answer to prompt p. `sampling.logprobs` says how many
@@ -22,7 +19,7 @@ class ClientRequest:
     model: str
     prompts: tuple[msgspec.Raw, ...]  # chat: one, the messages; else strings or lists of ids
     sampling: SamplingParams
-    options: PromptOptions = field(default_factory=PromptOptions)
+    options: PromptOptions = AS_IT_IS
     n: int = 1
     stream: bool = False
     include_usage: bool = False  # a last chunk with the usage, and `usage: null` in the others

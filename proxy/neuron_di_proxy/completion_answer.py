@@ -51,21 +51,24 @@ class CompletionWriter(ChoiceWriter):
     def _choice(self, tokens: Sequence[Token], held: str) -> Json:
         request = self._request
         prompt = tokens[0].prompt if tokens else None
-        text, logprobs = "", _Logprobs(as_ids=request.tokens_as_ids)
+        text, logprobs = "", None
+        if request.sampling.logprobs is not None:
+            logprobs = _Logprobs(as_ids=request.tokens_as_ids)
         if request.echo and prompt is not None:
             text = prompt.text
-            logprobs.add_prompt(prompt)
+            if logprobs is not None:
+                logprobs.add_prompt(prompt)
         self._num_chars += len(text)
         shown = [] if request.drop_output else tokens
         for token in shown:
-            if token.logprobs is not None:
+            if logprobs is not None and token.logprobs is not None:
                 logprobs.add(token.logprobs, self._num_chars)
             self._num_chars += len(token.text)
         text += "".join(token.text for token in shown)
         choice: Json = {
             "index": self._index,
             "text": text if request.drop_output else text + held,
-            "logprobs": None if request.sampling.logprobs is None else logprobs.document(),
+            "logprobs": None if logprobs is None else logprobs.document(),
             "finish_reason": None,
         }
         if request.return_token_ids:

@@ -3,9 +3,11 @@
 Next: proxy/neuron_di_proxy/completion_request.py
 """
 
+import random
 import re
-import secrets
 from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,6 +49,7 @@ _PASSED_ON = (  # the fields that mean the same in `SamplingParams`
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
+_get_passed_on = attrgetter(*_PASSED_ON)
 
 
 def take_fields(
@@ -58,8 +61,9 @@ def take_fields(
     """
     unread: dict[str, msgspec.Raw] = {}
     pieces: list[bytes] = []
+    names, decoder = _reading(kind)
     for name, raw in read_body(body).items():
-        if name in kind.__struct_fields__:
+        if name in names:
             pieces.append(b'"%b":%b' % (name.encode(), raw))
         elif name in UNREAD_FIELDS[endpoint]:
             if given(raw) is not None:
@@ -72,11 +76,17 @@ def take_fields(
             f"the fields beside the prompt have more than {READ_BYTES_MAX} bytes", param=longest
         )
     try:
-        return msgspec.json.decode(b"{%b}" % b",".join(pieces), type=kind), unread
+        return decoder.decode(b"{%b}" % b",".join(pieces)), unread
     except msgspec.ValidationError as error:
         raise explain(str(error)) from None
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
+
+
+@cache
+def _reading(kind: type[Fields]) -> tuple[frozenset[str], "msgspec.json.Decoder[Fields]"]:
+    """The names of an endpoint's fields, and what reads them."""
+    return frozenset(kind.__struct_fields__), msgspec.json.Decoder(kind)
 
 
 def sampling_of(
@@ -89,7 +99,8 @@ def sampling_of(
 ) -> SamplingParams:
     """How tokens are chosen. Raises BadRequest for what is out of range."""
     _refuse_what_is_not_there(fields)
-    same = {name: value for name in _PASSED_ON if (value := getattr(fields, name)) is not None}
+    passed_on = zip(_PASSED_ON, _get_passed_on(fields), strict=True)
+    same = {name: value for name, value in passed_on if value is not None}
     allowed = fields.allowed_token_ids
     sampling = SamplingParams(
         **same,
@@ -103,7 +114,7 @@ def sampling_of(
         bad_words=tuple(fields.bad_words or ()),
         grammar=grammar,
         # Both legs must draw the same numbers, so a seed is drawn here when none is given.
-        seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+        seed=random.getrandbits(63) if fields.seed is None else fields.seed,
     )
     check_sampling(sampling, traits.num_vocab)
     return sampling

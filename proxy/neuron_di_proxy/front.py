@@ -1,7 +1,8 @@
-"""The proxy's front: accepts connections, answers the hot requests itself, hands over the rest.
+"""The proxy's front: accepts connections, reads HTTP/1.1, hands HTTP/2 over to hypercorn.
 
-Quart and hypercorn serve every route, at a price per token. The two routes that stream tokens
-are therefore answered on sockets of our own; what a client sees is the same, byte for byte.
+The two routes that stream tokens are answered right here, without a framework's price per token;
+Quart answers the others, on the same connection. Over HTTP/2 Quart answers them all, and what a
+client sees is the same, byte for byte.
 
 Next: proxy/neuron_di_proxy/front_connection.py
 """
@@ -15,6 +16,8 @@ from neuron_di.clock import now_s
 from neuron_di_proxy.front_connection import FrontConnection
 from neuron_di_proxy.front_sweep import NEVER, sweep_interval_s
 from neuron_di_proxy.hypercorn_side import HypercornSide
+from neuron_di_proxy.quart_exchange import QuartExchange
+from neuron_di_proxy.request_head import RequestHead
 from neuron_di_proxy.service import Service
 
 BACKLOG = 4096
@@ -23,7 +26,7 @@ BACKLOG = 4096
 class Front:
     """Owns the listening socket and every connection. Used from one event loop.
 
-    `takes_hot` False hands every request to hypercorn, so that both ways can be compared.
+    `takes_hot` False lets Quart answer every request, so that both ways can be compared.
     """
 
     def __init__(
@@ -39,13 +42,13 @@ class Front:
         self.send_timeout_s = service.limits.send_timeout_s
         self.takes_hot = takes_hot
         self.is_draining = False
-        self.num_refused = 0  # connections beyond the limit
+        self._counts = service.metrics.connections
         self._hypercorn = hypercorn
         self._tls = tls
         self._connections: set[FrontConnection] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
-        self._num_held = 0  # by hypercorn
+        self._num_held = 0  # by hypercorn: HTTP/2
         self._interval_s = sweep_interval_s(self.options, self.send_timeout_s)
         self._silent_max = (self.options.ping_interval_s or NEVER) / self._interval_s
 
@@ -90,14 +93,16 @@ class Front:
 
     def joined(self, connection: FrontConnection) -> bool:
         if self.num_connections >= self.options.connections_max:
-            self.num_refused += 1
+            self._counts.num_refused += 1
             return False
         self._connections.add(connection)
+        self._count_open()
         self._is_empty.clear()
         return True
 
     def left(self, connection: FrontConnection) -> None:
         self._connections.discard(connection)
+        self._count_open()
         if not self._connections:
             self._is_empty.set()
 
@@ -106,10 +111,18 @@ class Front:
     ) -> None:
         self.left(connection)
         self._num_held += 1
+        self._count_open()
         self._hypercorn.hold(transport, received, self._held_no_more)
+
+    def open_other(self, head: RequestHead, transport: asyncio.Transport) -> QuartExchange:
+        return QuartExchange(self._hypercorn.app, self.service, head, transport)
 
     def _held_no_more(self) -> None:
         self._num_held -= 1
+        self._count_open()
+
+    def _count_open(self) -> None:
+        self._counts.num_open = self.num_connections
 
     async def _sweep(self) -> None:
         while True:

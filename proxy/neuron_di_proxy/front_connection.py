@@ -1,4 +1,4 @@
-"""One client's connection: HTTP/1.1 requests, one after another, the hot ones answered here.
+"""One client's connection: HTTP/1.1 requests, one after another.
 
     HEAD       wait for a whole head, check it, decide who answers
     BODY       the service has taken the request; its body is on the way
@@ -20,6 +20,7 @@ from neuron_di_proxy.body_refusal import BodyLate, body_late, body_too_large, ch
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.chunked_body import ChunkedBody
 from neuron_di_proxy.front_sweep import NEVER
+from neuron_di_proxy.quart_exchange import QuartExchange
 from neuron_di_proxy.refusal import Refusal
 from neuron_di_proxy.request_head import HeadTooLarge, RequestHead, read_head
 from neuron_di_proxy.service import Exchange, Service
@@ -61,7 +62,11 @@ class ConnectionOwner(Protocol):
     def hand_over(
         self, connection: "FrontConnection", transport: asyncio.Transport, received: bytes
     ) -> None:
-        """Give a connection and what it has received to hypercorn, for good."""
+        """Give an HTTP/2 connection and what it has received to hypercorn, for good."""
+        ...
+
+    def open_other(self, head: RequestHead, transport: asyncio.Transport) -> QuartExchange:
+        """Take a request that Quart answers."""
         ...
 
 
@@ -91,7 +96,7 @@ class FrontConnection(asyncio.Protocol):
         self._has_eof = False
         self._closes = False
         self._head: RequestHead | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: Exchange | QuartExchange | None = None
         self._chunks: ChunkedBody | None = None
         self._reply: SocketReply | None = None
         self._task: asyncio.Task[None] | None = None
@@ -220,17 +225,18 @@ class FrontConnection(asyncio.Protocol):
                 self._deadline_s = now_s() + self._options.header_timeout_s
             return
         head = read_head(bytes(received[:num_head_bytes]))
-        endpoint = HOT_PATHS.get(head.path) if head.method == "POST" else None
-        if endpoint is None or "upgrade" in head.headers or not self._owner.takes_hot:
-            self._hand_over()
-            return
+        is_hot = head.method == "POST" and self._owner.takes_hot
         self._head = head
         del received[:num_head_bytes]
-        self._open(head, endpoint)
+        self._open(head, HOT_PATHS.get(head.path) if is_hot else None)
 
-    def _open(self, head: RequestHead, endpoint: Endpoint) -> None:
+    def _open(self, head: RequestHead, endpoint: Endpoint | None) -> None:
         try:
-            self._exchange = self._service.open(endpoint, head.headers)
+            if endpoint is None:
+                self._exchange = other = self._owner.open_other(head, self._transport)
+                other.check_key()
+            else:
+                self._exchange = self._service.open(endpoint, head.headers)
             check_body_form(head.headers)
             if head.body_bytes is not None and head.body_bytes > self._options.body_bytes_max:
                 raise body_too_large(self._options.body_bytes_max)
@@ -335,7 +341,8 @@ class FrontConnection(asyncio.Protocol):
         self._head = None
         self._is_idle = True
         self._deadline_s = now_s() + self._options.keep_alive_s
-        asyncio.get_running_loop().call_soon(self._go_on)
+        if self._received or self._is_paused:
+            asyncio.get_running_loop().call_soon(self._go_on)
 
     def _bound_received(self) -> None:
         if len(self._received) > PIPELINED_BYTES_MAX and not self._is_paused:

@@ -131,8 +131,9 @@ class Health:
         """Watch a process for a leg, for as long as a `with` block of this runs.
 
         `on_loss` is called once, when the process is found to be gone or frozen, perhaps at once.
-        What is yielded is to be called when the process did what it was asked for: calls after
-        the first do nothing. A breaker's trial ends there, however long the leg goes on.
+        What is yielded, `praise`, is to be called when the process did what it was asked for:
+        calls after the first do nothing. A breaker's trial ends there, however long the leg goes
+        on.
         """
         return Watching(self._watch_of(record), on_loss)
 
@@ -279,24 +280,34 @@ class Health:
 class Watching:
     """A leg at a process under observation. Made by `Health.watching`."""
 
-    __slots__ = ("_on_loss", "_request", "_watch")
+    __slots__ = ("_on_loss", "_request", "_watch", "praise")
 
     def __init__(self, watch: _Watch, on_loss: OnLoss) -> None:
         self._watch = watch
         self._on_loss = on_loss
         self._request = watch.breaker.request()
+        self.praise: Praise = self._request.succeed
 
     def __enter__(self) -> Praise:
+        self.begin()
+        return self.praise
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """Watch from now on until `end`."""
+        self._request.begin()
         watch = self._watch
         is_lost = watch.loss is not None
         watch.legs[self] = _ignore if is_lost else self._on_loss
         if watch.loss is not None:
             self._on_loss(watch.loss)
-        return self._request.__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Watch no more."""
         self._watch.legs.pop(self, None)
-        self._request.__exit__()
+        self._request.end()
 
 
 def _forgive(watch: _Watch, late_s: float) -> None:

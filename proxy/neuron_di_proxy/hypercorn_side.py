@@ -1,7 +1,8 @@
-"""Everything but the hot requests: hypercorn serves the Quart application on given connections.
+"""HTTP/2: hypercorn serves the Quart application on connections that the front gives it.
 
-hypercorn keeps a connection until it ends. What it does not bound itself, the time that a head
-may take on a connection that was idle, is bounded here.
+hypercorn keeps a connection until it ends. It does not bound the time until a first request, and
+what a client sends between two requests (a PING is enough) makes it wait on: both are bounded
+here.
 """
 
 import asyncio
@@ -14,7 +15,6 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Event, Updated
-from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework, LifespanState
 from hypercorn.utils import wrap_app
 
@@ -23,7 +23,7 @@ from neuron_di.config import FrontOptions
 from neuron_di.obs import get_logger
 from neuron_di_proxy.front_sweep import NEVER
 
-_REQUESTS_MAX = 1 << 30  # per connection: hypercorn's own 1000 would end busy ones
+_REQUESTS_MAX = 1 << 30  # of a connection: hypercorn's own 1000 would end busy ones
 
 _log = get_logger(__name__)
 
@@ -32,6 +32,7 @@ class HypercornSide:
     """Serves connections that are handed over, while entered through `start` and `stop`."""
 
     def __init__(self, app: ASGIFramework, options: FrontOptions) -> None:
+        self.app = app
         self._loop = asyncio.get_running_loop()
         self._options = options
         self._config = config = _config(options)
@@ -79,9 +80,8 @@ class HypercornSide:
             self._state,
             reader,
             writer,
-            header_timeout_s=self._options.header_timeout_s,
+            options=self._options,
         )
-        protocol.held = held
         if received:
             reader.feed_data(received)
         transport.resume_reading()
@@ -98,59 +98,42 @@ class HypercornSide:
         task.add_done_callback(ended)
 
     def sweep(self, at_s: float) -> None:
-        """End connections whose client takes too long to send a head."""
-        for held in self._held.values():
-            if at_s >= held.head_deadline_s:
+        """End connections whose client takes too long to begin a request."""
+        for held in list(self._held.values()):
+            if at_s >= held.deadline_s:
                 held.abort()
 
 
 class _Held(TCPServer):
-    """hypercorn's connection; it tells us when it waits for a request."""
+    """hypercorn's connection. `deadline_s` is when the next request must have come, whole head."""
 
-    def __init__(self, *of_hypercorn: Any, header_timeout_s: float) -> None:
+    def __init__(self, *of_hypercorn: Any, options: FrontOptions) -> None:
         super().__init__(*of_hypercorn)
-        self.head_deadline_s = NEVER
-        self._header_timeout_s = header_timeout_s
-        self._is_idle = False  # a whole head comes with the connection
+        self.deadline_s = now_s() + options.header_timeout_s
+        self._keep_alive_s = options.keep_alive_s
 
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, Updated):
-            self._is_idle = event.idle
-            self.head_deadline_s = NEVER
+            self.deadline_s = now_s() + self._keep_alive_s if event.idle else NEVER
         await super().protocol_send(event)
 
-    def heard(self) -> None:
-        """Bytes have come."""
-        if not self._is_idle or self.head_deadline_s != NEVER:
-            return
-        if isinstance(self.protocol.protocol, H11Protocol):  # HTTP/2 has no heads of its own
-            self.head_deadline_s = now_s() + self._header_timeout_s
-
     def abort(self) -> None:
-        self.head_deadline_s = NEVER
+        self.deadline_s = NEVER
         self.writer.transport.abort()
 
 
 class _Feeding(asyncio.StreamReaderProtocol):
     """Feeds hypercorn's reader."""
 
-    held: _Held | None = None
-
     def __init__(self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(reader, loop=loop)
         self._own_reader = reader  # the base class keeps only a weak one
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.held is not None:
-            self.held.heard()
 
 
 def _config(options: FrontOptions) -> Config:
     config = Config()
     config.keep_alive_timeout = options.keep_alive_s
     config.keep_alive_max_requests = _REQUESTS_MAX
-    config.h11_max_incomplete_size = options.header_bytes_max
     config.h2_max_header_list_size = options.header_bytes_max
     config.include_server_header = False
     config.accesslog = None

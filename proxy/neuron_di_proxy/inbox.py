@@ -20,6 +20,8 @@ TEXT_PER_TOKEN = 64  # characters; more text counts as more tokens
 Side = Literal["prefill", "decode", "whole"]
 OnToken = Callable[[Token], None]
 
+_LAST_WORDS = (Exception, Finished, Released)
+
 
 class Heard(NamedTuple):
     """One event of a leg, or what ended the leg instead of one."""
@@ -86,7 +88,8 @@ class Inbox:
 
     def put(self, ear: "_Ear", said: Said) -> None:
         """Deal with what an ear heard, or keep it."""
-        if ear.is_paused:
+        is_kept = ear.is_paused
+        if is_kept:
             ear.weight += 1 + (len(said.text) // TEXT_PER_TOKEN if isinstance(said, Token) else 0)
             if ear.weight > KEPT_MAX:
                 self.lose(ear.side, RemoteProtocolError("a worker says more than can be kept"))
@@ -95,10 +98,11 @@ class Inbox:
         else:
             ear.is_paused = ear.pauses
             self._due.append(Heard(ear.side, said))
-        if isinstance(said, Exception | Finished | Released):
+        if isinstance(said, _LAST_WORDS):
             ear.is_over = True
             ear.relay = None
-        self._deal_with_all()
+        if not is_kept:
+            self._deal_with_all()
 
     def close(self) -> None:
         """Hear nothing more. Nothing refers to anything then: no garbage is left to find."""

@@ -6,9 +6,9 @@ once, values are only passed over.
 """
 
 import re
-from collections.abc import Callable
+from functools import cache
 from types import GenericAlias
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -58,31 +58,46 @@ def read_members(
     Raises BadRequest when a name comes twice or there are more than `count_max`, and what
     msgspec raises when `raw` is no object of such values.
     """
-    try:
-        members: dict[_Name, Value] = msgspec.json.decode(
-            raw,
-            type=GenericAlias(dict, (_Name, value_type)),
-            dec_hook=_watch_names(count_max, param),
+    return _reader_of(value_type).read(raw, count_max, param)
+
+
+class _MembersReader(Generic[Value]):
+    """Reads objects of one type of values, one after the other. Making its decoder is costly."""
+
+    def __init__(self, value_type: type[Value]) -> None:
+        self._decoder = msgspec.json.Decoder(
+            GenericAlias(dict, (_Name, value_type)), dec_hook=self._watch
         )
-    except _Refused as refused:
-        raise refused.reason from None
-    return {str(name): value for name, value in members.items()}
+        self._seen: set[str] = set()
+        self._count_max = 0
+        self._param: str | None = None
 
+    def read(
+        self, raw: bytes | msgspec.Raw, count_max: int, param: str | None
+    ) -> dict[str, Value]:
+        self._seen.clear()
+        self._count_max, self._param = count_max, param
+        try:
+            members: dict[_Name, Value] = self._decoder.decode(raw)
+        except _Refused as refused:
+            raise refused.reason from None
+        return {str(name): value for name, value in members.items()}
 
-def _watch_names(count_max: int, param: str | None) -> Callable[[type, Any], _Name]:
-    seen: set[str] = set()
-
-    def watch(_: type, name: str) -> _Name:
+    def _watch(self, _: type, name: str) -> _Name:
         # Raised at once: a body of a million names is not read to its end.
+        seen, param = self._seen, self._param
         if name in seen:
             raise _Refused(BadRequest(f"`{param or name}` is given twice", param=param or name))
-        if len(seen) == count_max:
+        if len(seen) == self._count_max:
             whole = "the body" if param is None else f"`{param}`"
-            raise _Refused(BadRequest(f"{whole} has more than {count_max} entries", param=param))
+            raise _Refused(
+                BadRequest(f"{whole} has more than {self._count_max} entries", param=param)
+            )
         seen.add(name)
         return _Name(name)
 
-    return watch
+
+_reader_of = cache(_MembersReader)
 
 
 def explain(text: str) -> BadRequest:

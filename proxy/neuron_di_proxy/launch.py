@@ -10,7 +10,6 @@ The LAUNCH table of `wire/handoff.py` says what may follow what, and what to do 
 Next: neuron_di/wire/legs.py
 """
 
-from contextlib import ExitStack
 from functools import partial
 
 from msgspec import structs
@@ -20,7 +19,7 @@ from neuron_di.errors import NeuronDiError
 from neuron_di.wire import DecodeLeg, Finished, PrefillLeg, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.failure import LegFailed, RequestTimeout, failure_of
-from neuron_di_proxy.health import Health
+from neuron_di_proxy.health import Health, Watching
 from neuron_di_proxy.inbox import Side
 from neuron_di_proxy.leg_merge import Emit, PairOfLegs, WholeLeg
 from neuron_di_proxy.route import Pair
@@ -49,16 +48,18 @@ class Launcher:
         stall_timeout_s = self._limits.stall_timeout_s
         running = (
             PairOfLegs(attempt, emit, stall_timeout_s)
-            if "decode" in sides
+            if len(sides) > 1
             else WholeLeg(attempt, emit)
         )
         inbox = running.inbox
-        watched = ExitStack()
+        watched: list[Watching] = []
         try:
-            for side, (record, leg) in sides.items():
+            for side, record, leg in sides:
                 hear = inbox.listen(side, pause=side == "decode")
                 watching = self._health.watching(record, partial(inbox.lose, side))
-                running.praises[side] = watched.enter_context(watching)
+                running.praises[side] = watching.praise
+                watched.append(watching)
+                watching.begin()
                 if not inbox.is_over(side):
                     leg.open(hear)
             return await running.wait()
@@ -66,15 +67,17 @@ class Launcher:
             _note_failure(attempt, running.speaker, error)
             raise
         finally:
-            for _, leg in sides.values():
+            for _, _, leg in sides:
                 leg.close()
-            watched.close()
+            for watching in watched:
+                watching.end()
             running.close()
 
-    def _sides(self, attempt: Attempt) -> dict[Side, tuple[WorkerRecord, Leg]]:
+    def _sides(self, attempt: Attempt) -> list[tuple[Side, WorkerRecord, Leg]]:
         """Each leg and its worker. Nothing is sent yet."""
         route, request = attempt.route, attempt.request
         timeout_s = max(attempt.deadline.remaining_s(), 1e-3)
+        context_tokens = attempt.context_tokens()
         options = request.options
         if attempt.emitted and options.report:  # it came with token 0
             options = structs.replace(options, report=False, logprobs=None)
@@ -85,26 +88,26 @@ class Launcher:
             prompt=request.prompt,
             sampling=request.sampling,
             timeout_s=timeout_s,
-            context_tokens=attempt.context_tokens(),
+            context_tokens=context_tokens,
             emitted=attempt.emitted,
             options=options,
             traceparent=request.traceparent,
         )
         if not isinstance(route, Pair):
-            return {"whole": (route.worker, self._workers.open_leg(route.worker, "whole", leg))}
+            return [("whole", route.worker, self._workers.open_leg(route.worker, "whole", leg))]
         decode_leg = DecodeLeg(
             request_id=attempt.request_id,
             attempt=attempt.number,
             sampling=request.sampling,
             prefill=route.prefill.peer_address(),
             timeout_s=timeout_s,
-            context_tokens=attempt.context_tokens(),
+            context_tokens=context_tokens,
             num_emitted=attempt.first_index,
             traceparent=request.traceparent,
         )
         prefill = self._workers.open_leg(route.prefill, "prefill", leg)
         decode = self._workers.open_leg(route.decode, "decode", decode_leg)
-        return {"prefill": (route.prefill, prefill), "decode": (route.decode, decode)}
+        return [("prefill", route.prefill, prefill), ("decode", route.decode, decode)]
 
 
 def _note_failure(attempt: Attempt, speaker: Side | None, error: NeuronDiError) -> None:

@@ -1,7 +1,8 @@
 """The proxy's end of a leg link: all legs at one worker process, over one connection.
 
-Nothing here waits. `data_received` gives each event to its leg's `hear` at once; a leg that is
-opened while the connection is being made is sent with the connection's first bytes.
+Nothing here waits. `data_received` gives each event to its leg's `hear` at once. Legs that are
+opened in one turn of the loop are sent together, by one system call; those that are opened while
+the connection is being made, with its first bytes.
 
 Next: neuron_di/wire/leg_link.py
 """
@@ -40,6 +41,7 @@ from neuron_di_proxy.workers import Hear
 UNSENT_BYTES_MAX = 64 << 20
 
 _ALIVE = bytes(encode_frame(ProxyAlive()))
+_LAST_WORDS = (Failed, Finished, Released)
 
 
 class LegLink(asyncio.Protocol):
@@ -62,7 +64,7 @@ class LegLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._hears: dict[int, Hear] = {}
         self._num_opened = 0
-        self._unsent: dict[int, bytearray] = {}  # frames of legs, until there is a connection
+        self._unsent: dict[int, bytearray] = {}  # frames of legs, until `_send`
         self._frames = FrameReader(FROM_WORKER_BYTES_MAX)
         self._watching: asyncio.TimerHandle | None = None
         self._watch_interval_s = min(ALIVE_INTERVAL_S, limits.idle_timeout_s / 4)
@@ -70,17 +72,20 @@ class LegLink(asyncio.Protocol):
         self._connecting = self._loop.create_task(self._connect(record.host, record.api_port))
 
     def open(self, kind: LegKind, document: bytes, hear: Hear) -> int:
-        """Send a leg, or keep it until there is a connection. Its number on this link."""
+        """Send a leg, once this turn of the loop is over and there is a connection.
+
+        Returns its number on this link.
+        """
         number = self._num_opened
         self._num_opened += 1
         self._hears[number] = hear
-        frame = encode_frame(OpenLeg(number, kind, document))
-        if self._transport is None:
-            self._unsent[number] = frame
-        elif self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
-            self._loop.call_soon(self._refuse, number)
-        else:
-            self._transport.write(frame)
+        if self._transport is not None:
+            if self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+                self._loop.call_soon(self._refuse, number)
+                return number
+            if not self._unsent:
+                self._loop.call_soon(self._send)
+        self._unsent[number] = encode_frame(OpenLeg(number, kind, document))
         return number
 
     def close_leg(self, number: int) -> None:
@@ -115,8 +120,8 @@ class LegLink(asyncio.Protocol):
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._transport = transport
-        transport.writelines([MAGIC, *self._unsent.values()])
-        self._unsent.clear()
+        transport.write(MAGIC)
+        self._send()
         self._watching = self._loop.call_later(self._watch_interval_s, self._watch)
 
     def data_received(self, data: bytes) -> None:
@@ -131,7 +136,7 @@ class LegLink(asyncio.Protocol):
                     if (hear := hears.get(number)) is not None:
                         hear(Token(index=index, token_id=token_id, text=text))
                 for number, event in told.events:
-                    if isinstance(event, Failed | Finished | Released):
+                    if isinstance(event, _LAST_WORDS):
                         if (hear := hears.pop(number, None)) is not None:
                             hear(LegFailed(event) if isinstance(event, Failed) else event)
                     elif (hear := hears.get(number)) is not None:
@@ -166,6 +171,11 @@ class LegLink(asyncio.Protocol):
         if self._transport is not None and self._transport.get_write_buffer_size() == 0:
             self._transport.write(_ALIVE)
         self._watching = self._loop.call_later(self._watch_interval_s, self._watch)
+
+    def _send(self) -> None:
+        if self._transport is not None and self._unsent:
+            self._transport.writelines(list(self._unsent.values()))
+            self._unsent.clear()
 
     def _refuse(self, number: int) -> None:
         if (hear := self._hears.pop(number, None)) is not None:

@@ -42,6 +42,7 @@ _EVENTS: Mapping[tuple[Side, type], LaunchEvent] = {
     ("decode", Token): LaunchEvent.DECODE_TOKEN,
     ("decode", Finished): LaunchEvent.DECODE_FINISHED,
 }
+_PREFILL_LAST_WORDS = (Exception, Released)
 
 
 class Running(ABC):
@@ -58,11 +59,12 @@ class Running(ABC):
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf
+        self._first_look_s = attempt.deadline.at_s  # when to see whether it is `next_s`
 
     async def wait(self) -> Finished:
         """Return or raise what becomes of the attempt."""
         if self._outcome is None:
-            self._set_timer()
+            self.wake_by(self._first_look_s)
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         assert self._outcome is not None, "it has ended"
@@ -129,18 +131,14 @@ class Running(ABC):
             self.step(heard)
         except Exception as error:
             self.end(error)
-        else:
-            if self._outcome is None:
-                self._set_timer()
 
-    def _set_timer(self) -> None:
-        """See to it that `on_time` is called in time. One that comes too early is set again."""
-        next_s = self.next_s()
-        if next_s < self._timer_s:
+    def wake_by(self, at_s: float) -> None:
+        """See to it that `on_time` is called by then. One that comes too early is set again."""
+        if at_s < self._timer_s and self._outcome is None:
             self._stop_timer()
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, next_s - now_s()), self._ring)
-            self._timer_s = next_s
+            self._timer = loop.call_later(max(0.0, at_s - now_s()), self._ring)
+            self._timer_s = at_s
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -154,8 +152,7 @@ class Running(ABC):
                 self.on_time()
         except Exception as error:
             self.end(error)
-        if self._outcome is None:
-            self._set_timer()
+        self.wake_by(self.next_s())
 
 
 class WholeLeg(Running):
@@ -188,11 +185,14 @@ class PairOfLegs(Running):
         self._stall_s = math.inf  # until then decode owes the next token
         self._denied_s = math.inf  # until then decode may say why it gave up
         self._release_s = math.inf  # until then prefill may say that its blocks are free
+        # A stall is most of what a timer is for: the first one comes in time for any.
+        self._first_look_s = min(attempt.deadline.at_s, now_s() + stall_timeout_s)
         self._finished: Finished | None = None  # while that is waited for
         self._is_prefill_over = False
+        self._is_relayed = False
 
     def step(self, heard: Heard) -> None:
-        if heard.side == "prefill" and isinstance(heard.said, Exception | Released):
+        if heard.side == "prefill" and isinstance(heard.said, _PREFILL_LAST_WORDS):
             self._is_prefill_over = True
         if self._finished is not None:
             self._note_release(heard)
@@ -201,8 +201,10 @@ class PairOfLegs(Running):
         while due is not None:
             due = self._move(due, _event_of(due))
         # What the table says of a token from now on is done by `_relay`.
-        relayed: Side | None = "decode" if is_steady(self._state) and not self._held else None
-        self.inbox.relay(relayed, self._relay)
+        relayed = is_steady(self._state) and not self._held
+        if relayed is not self._is_relayed:
+            self._is_relayed = relayed
+            self.inbox.relay("decode" if relayed else None, self._relay)
 
     def next_s(self) -> float:
         return min(self._attempt.deadline.at_s, self._stall_s, self._denied_s, self._release_s)
@@ -229,6 +231,7 @@ class PairOfLegs(Running):
             self._held[heard.side] = heard
             if not is_decode:
                 self._denied_s = now_s() + DENIED_TIMEOUT_S
+                self.wake_by(self._denied_s)
             if len(self._held) < 2:
                 return None
             return self._move(
@@ -240,7 +243,7 @@ class PairOfLegs(Running):
             self.inbox.resume()
         if isinstance(said, Parked):
             self._attempt.is_parked = True
-            self._attempt.num_cached = said.num_cached
+            self._attempt.num_prompt, self._attempt.num_cached = said.num_prompt, said.num_cached
             self.praise()
         if LaunchAction.FAIL in actions:
             assert isinstance(said, Exception), "only a failure fails"
@@ -249,10 +252,12 @@ class PairOfLegs(Running):
             self._keep_receipt(heard)
             if self._state is LaunchState.PARKED:  # decode has the KV, and owes a token
                 self._stall_s = now_s() + self._stall_timeout_s
+                self.wake_by(self._stall_s)
         if LaunchAction.EMIT in actions:
             assert isinstance(said, Token), "only tokens are given"
             if is_decode:
                 self._relay(said)
+                self.wake_by(self._stall_s)
                 self.praise()
             else:  # which has not parked yet
                 self.give(said)
@@ -284,6 +289,7 @@ class PairOfLegs(Running):
         else:
             self._stall_s = math.inf
             self._release_s = now_s() + RELEASE_TIMEOUT_S
+            self.wake_by(self._release_s)
 
     def _note_release(self, heard: Heard) -> None:
         if isinstance(heard.said, Released):

@@ -9,6 +9,7 @@ Next: proxy/neuron_di_proxy/model_metrics.py, proxy/neuron_di_proxy/worker_metri
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -47,6 +48,14 @@ class Gauges(Protocol):
     def pair_results(self) -> list[PairResult]: ...
 
 
+@dataclass(slots=True)
+class ConnectionCounts:
+    """Of clients' connections. Written by the front that accepts them."""
+
+    num_open: int = 0
+    num_refused: int = 0  # beyond the limit, since the start
+
+
 class Metrics(Collector):
     """Counts what becomes of requests. One per proxy process, owned by its event loop."""
 
@@ -63,6 +72,7 @@ class Metrics(Collector):
         self._transfers: dict[str, Histogram] = {}  # by link
         self._kv_bytes = 0
         self._verify_s = 0.0
+        self.connections = ConnectionCounts()
 
     def of(self, model: str) -> ModelMetrics:
         """What is counted of a model. All that no worker has are one: clients name anything."""
@@ -120,6 +130,12 @@ class Metrics(Collector):
             ("kv_bytes", "bytes of KV that were moved for answers", (), {(): self._kv_bytes}),
             ("kv_verify_seconds", "spent on digests of that KV", (), {(): self._verify_s}),
             ("traces", "traces of answers, by export", ("outcome",), _keyed(self._traces)),
+            (
+                "connections_refused",
+                "clients' connections beyond the limit",
+                (),
+                {(): self.connections.num_refused},
+            ),
         )
         for name, words, labels, values in counters:
             counter = CounterMetricFamily(f"neuron_di_{name}", words, labels=labels)
@@ -130,6 +146,7 @@ class Metrics(Collector):
             ("inflight", "requests that run now", gauges.num_running()),
             ("waiting", "requests that wait, or whose body is being read", gauges.num_waiting()),
             ("retry_budget", "further attempts that may be made at once", gauges.retry_budget()),
+            ("connections", "clients' connections that are open", self.connections.num_open),
         ):
             yield GaugeMetricFamily(f"neuron_di_{name}", words, value=number)
         yield from worker_families(gauges.health_reports(), gauges.pair_results())

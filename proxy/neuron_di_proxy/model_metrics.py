@@ -3,8 +3,7 @@
 A dashboard made for vLLM shows this proxy too. `docs/metrics.md` says where we mean more.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -67,30 +66,12 @@ class ModelMetrics:
             self._answer_tokens,
         ) = self.histograms
         self.count_gap = self._gap.observe  # a token came so many seconds after the one before
-        self.num_running = 0
-        self.num_waiting = 0
+        self.num_running = 0  # choices of requests that run, by those who run them
+        self.num_waiting = 0  # likewise, of those that wait for their turn
         self.num_by_reason = dict.fromkeys(_REASONS.values(), 0)
         self._num_prompt = 0
         self._num_cached = 0
         self._num_beside_gaps = 0  # tokens that came after no other, or never reached the proxy
-
-    @contextmanager
-    def waiting(self, num_choices: int) -> Iterator[None]:
-        """So many choices wait for their turn during the block."""
-        self.num_waiting += num_choices
-        try:
-            yield
-        finally:
-            self.num_waiting -= num_choices
-
-    @contextmanager
-    def running(self, num_choices: int) -> Iterator[None]:
-        """A request with so many choices runs during the block."""
-        self.num_running += num_choices
-        try:
-            yield
-        finally:
-            self.num_running -= num_choices
 
     def count(self, receipt: Receipt) -> None:
         """A choice ended."""

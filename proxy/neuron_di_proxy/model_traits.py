@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from neuron_di.wire import ToolFormat
+from neuron_di.wire import ToolFormat, WorkerRecord
 from neuron_di_proxy.route import Directory, ModelNotFound
 
 
@@ -15,6 +15,27 @@ class ModelTraits:
     reasoning: tuple[str, str] | None = None  # the tags around its reasoning
     num_vocab: int | None = None
     context_tokens: int | None = None  # of the worker that holds the most
+
+
+class TraitsBook:
+    """The traits of all models of a directory, found again when its snapshot is another one."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._known: tuple[WorkerRecord, ...] = ()
+        self._traits: dict[str, ModelTraits] = {}  # of models that workers have: not many
+
+    def of(self, model: str) -> ModelTraits:
+        """As `traits_of`."""
+        known = self._directory.workers()
+        if known is not self._known:
+            self._known, self._traits = known, {}
+        found = self._traits.get(model)
+        if found is None:
+            found = traits_of(self._directory, model)
+            if known:
+                self._traits[model] = found
+        return found
 
 
 def traits_of(directory: Directory, model: str) -> ModelTraits:

@@ -31,11 +31,12 @@ _NULL: _Json = {"type": "null"}
 _OBJECT_OR_NULL: _Json = {"type": ["object", "null"]}
 
 _TOKEN_IDS: _Json = {"type": "array", "items": _COUNT, "minItems": 1}
+_PROMPT_TEXT: _Json = {"type": "string", "minLength": 1}
 _PROMPT: _Json = {
     "anyOf": [
-        _TEXT,
+        _PROMPT_TEXT,
         _TOKEN_IDS,
-        {"type": "array", "items": _TEXT, "minItems": 1},
+        {"type": "array", "items": _PROMPT_TEXT, "minItems": 1},
         {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
     ]
 }
@@ -231,7 +232,13 @@ def _document(
 
 
 _MODEL = _object(
-    {"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "owned_by": _TEXT},
+    {
+        "id": _TEXT,
+        "object": {"const": "model"},
+        "created": _COUNT,
+        "owned_by": _TEXT,
+        "root": _TEXT,
+    },
     max_model_len={"type": ["integer", "null"]},
 )
 _ANSWER_MESSAGE = _object(

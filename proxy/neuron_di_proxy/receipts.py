@@ -90,13 +90,24 @@ class RequestRecord:
 
     def continued(self) -> Continued | None:
         """What the answer must say of its continuations; None when there was none."""
-        num_continued = sum(1 for attempt in self.attempts if attempt.emitted)
+        num_continued = len([attempt for attempt in self.attempts if attempt.emitted])
         if num_continued == 0:
             return None
         workers = [worker for attempt in self.attempts for worker in attempt.workers()]
         numerics = {worker.numerics for worker in workers}
         is_exact = len(numerics) == 1 and None not in numerics
         return Continued(continued=num_continued, grade="exact" if is_exact else "recomputed")
+
+    def _prompt_counts(self) -> tuple[int, int]:
+        """The prompt's tokens, and how many of them were found, as far as workers said so.
+
+        A request that ended early was computed, too, and counts for its client.
+        """
+        if self.finished is not None:
+            return self.finished.num_prompt, self.finished.num_cached
+        # What is computed again after token 0 is not what the client asked for.
+        said = next((each for each in self.attempts if each.num_prompt), None)
+        return (0, 0) if said is None else (said.num_prompt, said.num_cached)
 
     def seal(self, reason: FinishReason) -> Receipt:
         """The receipt of the request as it stands, ended for `reason`."""
@@ -106,6 +117,7 @@ class RequestRecord:
         both = [leg for leg in (prefill, decode) if leg is not None]
         legs = both[:1] if prefill is decode else both
         continued = self.continued()
+        num_prompt, num_cached = self._prompt_counts()
         arrived_s = self.accepted_s if self.arrived_s is None else self.arrived_s
         ttft_s = itl_mean_s = None
         if self.first_token_s is not None:
@@ -119,9 +131,9 @@ class RequestRecord:
             prefill_worker=prefill_worker.worker_id if prefill_worker else None,
             decode_worker=decode_worker.worker_id if decode_worker else None,
             finish_reason=reason,
-            num_prompt=self.finished.num_prompt if self.finished else 0,
+            num_prompt=num_prompt,
             num_generated=self.finished.num_generated if self.finished else len(self.emitted),
-            num_cached=self.finished.num_cached if self.finished else 0,
+            num_cached=num_cached,
             queued_s=self.accepted_s - arrived_s,
             ttft_s=ttft_s,
             itl_mean_s=itl_mean_s,
@@ -130,10 +142,10 @@ class RequestRecord:
             continued=continued.continued if continued else 0,
             grade=continued.grade if continued else None,
             # Both ends may report the transfer; it happened once.
-            link=max((leg.link for leg in legs), default=""),
-            kv_bytes=max((leg.kv_bytes for leg in legs), default=0),
-            transfer_s=max((leg.transfer_s for leg in legs), default=0.0),
-            verify_s=sum(leg.verify_s for leg in legs),
+            link=max([leg.link for leg in legs], default=""),
+            kv_bytes=max([leg.kv_bytes for leg in legs], default=0),
+            transfer_s=max([leg.transfer_s for leg in legs], default=0.0),
+            verify_s=sum([leg.verify_s for leg in legs]),
             prefill=prefill,
             decode=decode,
         )

@@ -106,17 +106,18 @@ class RequestRunner:
             emit(token)
 
         while True:
-            began = next((each for each in record.attempts if each.num_tokens), None)
+            tried = record.attempts
+            began = next((each for each in tried if each.num_tokens), None) if tried else None
             attempt = Attempt(
                 request_id=record.request_id,
-                number=len(record.attempts),
+                number=len(tried),
                 request=request,
                 route=await self._find_route(record, began, deadline),
                 emitted=tuple(record.emitted),
                 deadline=deadline,
                 begun_with=began.context_tokens() if began is not None else None,
             )
-            record.attempts.append(attempt)
+            tried.append(attempt)
             try:
                 finished = await self._launcher.run(attempt, give)
             except NeuronDiError as error:
@@ -155,7 +156,7 @@ class RequestRunner:
         # whose context would end it earlier.
         digest = began.workers()[0].model_digest if began is not None else None
         context_tokens = began.context_tokens() if began is not None else 0
-        queue = Deadline.after(self._limits.queue_timeout_s)
+        queue: Deadline | None = None  # as a rule there is nothing to wait for
         while True:
             if self._is_abandoned:
                 raise CapacityError("the server is shutting down")
@@ -164,9 +165,11 @@ class RequestRunner:
             try:
                 return self._router.pick(record.model, avoid, digest, context_tokens)
             except CapacityError:
+                queue = queue or Deadline.after(self._limits.queue_timeout_s)
                 if queue.has_passed():
                     raise
             except ModelNotFound:
+                queue = queue or Deadline.after(self._limits.queue_timeout_s)
                 if not record.attempts or queue.has_passed():
                     raise
             wait_s = min(ROUTE_POLL_S, queue.remaining_s(), deadline.remaining_s())

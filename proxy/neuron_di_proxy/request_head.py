@@ -4,8 +4,7 @@ What a proxy before us could take for another message is refused: bare line ends
 length beside a transfer coding, codings we do not undo.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import httptools
 
@@ -24,8 +23,7 @@ class HeadTooLarge(ClientError):
     code = "request_header_fields_too_large"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHead:
+class RequestHead(NamedTuple):
     """A request as its head states it. `path` has no query; `headers` go by lower-case name."""
 
     method: str
@@ -94,12 +92,14 @@ def read_head(raw: bytes) -> RequestHead:
         version=version,
         headers=headers,
         body_bytes=_body_bytes(headers, version),
-        keeps_alive=version == "1.1" and "close" not in _tokens(headers.get("connection", "")),
+        keeps_alive=version == "1.1" and "close" not in _tokens(headers.get("connection")),
         wants_continue=version == "1.1" and "expect" in headers,
     )
 
 
-def _tokens(value: str) -> list[str]:
+def _tokens(value: str | None) -> list[str]:
+    if value is None:
+        return []
     return [token.strip().lower() for token in value.split(",")]
 
 

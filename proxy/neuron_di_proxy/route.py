@@ -6,10 +6,11 @@ No I/O, no clock.
 Next: proxy/neuron_di_proxy/recovery.py
 """
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, filterfalse
 from typing import Protocol
 
 from neuron_di.errors import CapacityError, ClientError
@@ -72,9 +73,35 @@ class Whole:
 
 Route = Pair | Whole
 
+_Fit = Callable[[WorkerRecord], bool]
+
+
+class _Ready:
+    """The ready workers of one model, in each list those not used for longest first."""
+
+    def __init__(self) -> None:
+        self.prefills: list[WorkerRecord] = []
+        self.wholes: list[WorkerRecord] = []
+        self._decodes: dict[tuple[str, str], list[WorkerRecord]] = {}
+
+    def add(self, record: WorkerRecord) -> None:
+        if record.role == "prefill":
+            self.prefills.append(record)
+        elif record.role == "decode":
+            self._decodes.setdefault(_digests(record), []).append(record)
+        else:
+            self.wholes.append(record)
+
+    def decodes(self, prefill: WorkerRecord) -> list[WorkerRecord]:
+        """Those that fit this prefill worker."""
+        return self._decodes.get(_digests(prefill), [])
+
 
 class Router:
-    """Picks the workers of each request: of those that fit, the ones not used for longest."""
+    """Picks the workers of each request: of those that fit, the ones not used for longest.
+
+    The workers are sorted once per snapshot of the directory, and not for each request.
+    """
 
     def __init__(
         self, directory: Directory, fitness: Fitness, pairs: PairFitness | None = None
@@ -82,8 +109,10 @@ class Router:
         self._directory = directory
         self._fitness = fitness
         self._pairs = pairs
-        self._turns = itertools.count(1)
+        self._turns = count(1)
         self._last_turn: dict[WorkerId, int] = {}
+        self._known: tuple[WorkerRecord, ...] = ()
+        self._ready: dict[str, _Ready] = {}  # of what is known, by model
 
     def models(self) -> list[str]:
         """Names of the models that any known worker has, in alphabetical order."""
@@ -91,7 +120,7 @@ class Router:
 
     def num_slots(self) -> int:
         """How many requests the workers that are fit now can decode together."""
-        usable = [r for r in self._directory.workers() if self._is_usable(r, None)]
+        usable = [r for r in self._directory.workers() if self._is_usable(r)]
         return sum(record.slots for record in usable if record.role != "prefill")
 
     def doubt(self, route: Route) -> None:
@@ -121,23 +150,27 @@ class Router:
         (which says what is missing) when none of them can serve it now.
         """
         known = self._directory.workers()
-        usable = [
-            r
-            for r in known
-            if r.model == model
-            and r.context_tokens >= context_tokens
-            and self._is_usable(r, model_digest)
-        ]
-        prefills, decodes, wholes = (_of_role(usable, r) for r in ("prefill", "decode", "both"))
-        prefills = [p for p in prefills if any(fits(p, d) for d in decodes)]
-        working = [p for p in prefills if any(self._works(p, d) for d in decodes)]
-        if working or (prefills and not wholes):
-            prefill = self._take_turn(_prefer(working or prefills, avoid))
-            fitting = [d for d in decodes if fits(prefill, d)]
-            fitting = [d for d in fitting if self._works(prefill, d)] or fitting
-            return Pair(prefill, self._take_turn(_prefer(fitting, avoid)))
-        if wholes:
-            return Whole(self._take_turn(_prefer(wholes, avoid)))
+        if known is not self._known:
+            self._sort(known)
+        why_not = self._fitness.why_not
+
+        def is_fit(record: WorkerRecord) -> bool:
+            if model_digest is not None and record.model_digest != model_digest:
+                return False
+            return record.context_tokens >= context_tokens and not why_not(record)
+
+        ready = self._ready.get(model)
+        if ready is not None:
+            pair = self._first_pair(ready, is_fit, avoid)
+            whole = _first(ready.wholes, is_fit, avoid) if pair is None else None
+            if whole is not None:
+                self._note_turn(whole, ready.wholes)
+                return Whole(whole)
+            pair = pair or self._first_pair(ready, is_fit, avoid, has_to_work=False)
+            if pair is not None:
+                self._note_turn(pair.prefill, ready.prefills)
+                self._note_turn(pair.decode, ready.decodes(pair.prefill))
+                return pair
         if known and all(record.model != model for record in known):
             raise ModelNotFound(f"the model {model!r} does not exist", param="model")
         missing = self._what_is_missing(known, model)
@@ -151,7 +184,7 @@ class Router:
         Raises ModelNotFound, and CapacityError when none is left besides those in `avoid`.
         """
         known = self._directory.workers()
-        usable = [r for r in known if r.model == model and self._is_usable(r, None)]
+        usable = [r for r in known if r.model == model and self._is_usable(r)]
         usable = [r for r in usable if process_of(r) not in avoid]
         if usable:
             return usable[next(self._turns) % len(usable)]
@@ -168,15 +201,38 @@ class Router:
             return "no worker is known"
         return "; ".join(reasons) if all(reasons) else None
 
-    def _is_usable(self, record: WorkerRecord, model_digest: str | None) -> bool:
-        if record.state != "ready" or self._fitness.why_not(record):
-            return False
-        return model_digest is None or record.model_digest == model_digest
+    def _is_usable(self, record: WorkerRecord) -> bool:
+        return record.state == "ready" and not self._fitness.why_not(record)
 
-    def _works(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-        if not fits(prefill, decode):
-            return False
-        return self._pairs is None or not self._pairs.has_failed(prefill, decode)
+    def _sort(self, known: tuple[WorkerRecord, ...]) -> None:
+        """Take over a snapshot. Who is gone loses its turn."""
+        turns = {record.worker_id: self._last_turn.get(record.worker_id, 0) for record in known}
+        self._known, self._last_turn, self._ready = known, turns, {}
+        for record in sorted(known, key=lambda r: (turns[r.worker_id], r.worker_id)):
+            if record.state == "ready":
+                self._ready.setdefault(record.model, _Ready()).add(record)
+
+    def _first_pair(
+        self,
+        ready: _Ready,
+        is_fit: _Fit,
+        avoid: AbstractSet[Process],
+        *,
+        has_to_work: bool = True,
+    ) -> Pair | None:
+        """The pair whose turn it is. Unless it `has_to_work`, one that failed its test will do."""
+        spare: Pair | None = None
+        for prefill in filter(is_fit, ready.prefills):
+            decodes: Iterable[WorkerRecord] = ready.decodes(prefill)
+            if has_to_work and self._pairs is not None:
+                decodes = filterfalse(partial(self._pairs.has_failed, prefill), decodes)
+            decode = _first(decodes, is_fit, avoid)
+            if decode is None:
+                continue
+            if not avoid or process_of(prefill) not in avoid:
+                return Pair(prefill, decode)
+            spare = spare or Pair(prefill, decode)
+        return spare
 
     def _what_is_missing(self, known: Iterable[WorkerRecord], model: str) -> str:
         """Empty when nothing is."""
@@ -194,16 +250,11 @@ class Router:
             return ""
         return f"no prefill and decode worker for model {model!r} agree on weights and KV layout"
 
-    def _take_turn(self, candidates: Sequence[WorkerRecord]) -> WorkerRecord:
-        chosen = min(candidates, key=lambda r: (self._last_turn.get(r.worker_id, 0), r.worker_id))
+    def _note_turn(self, chosen: WorkerRecord, candidates: list[WorkerRecord]) -> None:
+        """It is the last of its list now."""
         self._last_turn[chosen.worker_id] = next(self._turns)
-        self._forget_the_gone()
-        return chosen
-
-    def _forget_the_gone(self) -> None:
-        known = {record.worker_id for record in self._directory.workers()}
-        if len(self._last_turn) > 2 * len(known):
-            self._last_turn = {w: turn for w, turn in self._last_turn.items() if w in known}
+        candidates.remove(chosen)
+        candidates.append(chosen)
 
 
 _HALVES: tuple[Role, Role] = ("prefill", "decode")
@@ -211,16 +262,24 @@ _HALVES: tuple[Role, Role] = ("prefill", "decode")
 
 def fits(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
     """True when `decode` can continue on KV that `prefill` computed, by what both say."""
-    return (prefill.model_digest, prefill.layout_digest) == (
-        decode.model_digest,
-        decode.layout_digest,
-    )
+    return _digests(prefill) == _digests(decode)
+
+
+def _digests(record: WorkerRecord) -> tuple[str, str]:
+    return record.model_digest, record.layout_digest
 
 
 def _of_role(records: Iterable[WorkerRecord], role: Role) -> list[WorkerRecord]:
     return [record for record in records if record.role == role]
 
 
-def _prefer(records: list[WorkerRecord], avoid: AbstractSet[Process]) -> list[WorkerRecord]:
-    """Those not to avoid; all, where that leaves none."""
-    return [record for record in records if process_of(record) not in avoid] or records
+def _first(
+    candidates: Iterable[WorkerRecord], is_fit: _Fit, avoid: AbstractSet[Process]
+) -> WorkerRecord | None:
+    """The first that fits and is not to be avoided; the first that fits, where none is left."""
+    spare: WorkerRecord | None = None
+    for record in filter(is_fit, candidates):
+        if not avoid or process_of(record) not in avoid:
+            return record
+        spare = spare or record
+    return spare

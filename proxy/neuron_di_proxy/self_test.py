@@ -53,11 +53,13 @@ class PairBook:
 
     def __init__(self) -> None:
         self._results: dict[tuple[Process, Process], PairResult] = {}
+        self._failed: set[tuple[Process, Process]] = set()  # by their last results
         self._doubted: set[tuple[Process, Process]] = set()
 
     def has_failed(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-        result = self.result_of(prefill, decode)
-        return result is not None and result.outcome == "failed"
+        if not self._failed:  # as a rule, and for each request
+            return False
+        return (process_of(prefill), process_of(decode)) in self._failed
 
     def result_of(self, prefill: WorkerRecord, decode: WorkerRecord) -> PairResult | None:
         return self._results.get((process_of(prefill), process_of(decode)))
@@ -70,6 +72,10 @@ class PairBook:
         pair = process_of(result.prefill), process_of(result.decode)
         self._results[pair] = result
         self._doubted.discard(pair)
+        if result.outcome == "failed":
+            self._failed.add(pair)
+        else:
+            self._failed.discard(pair)
 
     def doubt(self, prefill: WorkerRecord, decode: WorkerRecord) -> None:
         """Have the pair tested at once. Until then it is taken to be what it was."""
@@ -89,6 +95,7 @@ class PairBook:
             if prefill not in here or decode not in here:
                 del self._results[prefill, decode]
         self._doubted = {pair for pair in self._doubted if here.issuperset(pair)}
+        self._failed &= self._results.keys()
 
 
 class SelfTest:

@@ -11,11 +11,9 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
 
 import msgspec
 
@@ -33,13 +31,14 @@ from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.health import Health, HealthReport
 from neuron_di_proxy.keys import Keys, Tenant
 from neuron_di_proxy.metrics import Metrics
-from neuron_di_proxy.model_traits import ModelTraits, traits_of
+from neuron_di_proxy.model_traits import ModelTraits, TraitsBook
 from neuron_di_proxy.openai_request import ClientRequest, read_chat, read_completion
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.receipts import Receipt, ReceiptStore, RequestRecord, durations_of
 from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.refusal import Refusal, refusal_of, stream_error
 from neuron_di_proxy.reply import Headers, Reply
+from neuron_di_proxy.request_id import fresh_id
 from neuron_di_proxy.route import Directory, Router
 from neuron_di_proxy.self_test import PairBook, PairResult, SelfTest
 from neuron_di_proxy.trace_context import TraceContext
@@ -73,7 +72,7 @@ class Service:
         self.metrics = Metrics(self)
         self.tracing = Tracing(config.front.otlp_endpoint, self.metrics.count_traces)
         self._self_test = SelfTest(self.client, directory, self.health, limits, self.pairs, rng)
-        self._directory = directory
+        self._traits = TraitsBook(directory)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -96,23 +95,27 @@ class Service:
         `headers` by lower-case name. Raises what the head alone is refused for: BadRequest,
         Unauthorized, RateLimited, CapacityError.
         """
-        try:
-            client_id = client_id_of(headers)
-            tenant = self.keys.tenant_of(headers.get("authorization"))
-            ticket = self.admission.arrive(tenant)
-        except NeuronDiError as error:
-            self.metrics.count_refused(failure_of(error).code)
-            raise
+        client_id = client_id_of(headers)
+        tenant = self.keys.tenant_of(headers.get("authorization"))
+        ticket = self.admission.arrive(tenant)
         trace = self.tracing.open(headers.get("traceparent"))
         return Exchange(self, endpoint, tenant, ticket, client_id, trace)
 
-    def refuse(self, error: Exception, headers: Mapping[str, str] | None = None) -> Refusal:
+    def refuse(
+        self,
+        error: Exception,
+        headers: Mapping[str, str] | None = None,
+        *,
+        is_counted: bool = True,
+    ) -> Refusal:
         """The response for a request that never became an Exchange."""
+        if is_counted:
+            self.metrics.count_refused(failure_of(error).code)
         try:
             client_id = client_id_of(headers or {})
         except BadRequest:
             client_id = None
-        return refusal_of(error, client_id or uuid4().hex)
+        return refusal_of(error, client_id or fresh_id())
 
     def abandon_running(self) -> None:
         """End what still runs as a failure that says so."""
@@ -121,7 +124,7 @@ class Service:
 
     def traits(self, model: str) -> ModelTraits:
         """What a request for `model` may ask. Raises ModelNotFound."""
-        return traits_of(self._directory, model)
+        return self._traits.of(model)
 
     def end_choice(
         self, tenant: Tenant, trace: TraceContext | None, receipt: Receipt, code: str | None
@@ -131,6 +134,8 @@ class Service:
         self.admission.spend(tenant, receipt.num_prompt + receipt.num_generated)
         self.metrics.count(receipt, code)
         self.tracing.end(trace, receipt, code, tenant.name)
+        if not _log.shows_info():
+            return
         _log.info(
             "request_end",
             request=receipt.request_id,
@@ -181,7 +186,7 @@ class Exchange:
         trace: TraceContext | None,
     ) -> None:
         self._arrived_s = now_s()
-        self.request_id = RequestId(uuid4().hex)
+        self.request_id = RequestId(fresh_id())
         self.echoed_id = client_id or self.request_id
         self._service = service
         self._endpoint: Endpoint = endpoint
@@ -200,8 +205,7 @@ class Exchange:
             await self._wait_turn(wanted)
             await self._run(wanted, reply)
         except Exception as error:
-            if not isinstance(error, NeuronDiError):
-                _log.exception("internal_error", request=self.request_id)
+            self._log_failure(error)
             self._fail(error, reply)
 
     def close(self) -> None:
@@ -229,19 +233,22 @@ class Exchange:
 
     async def _wait_turn(self, wanted: ClientRequest) -> None:
         service = self._service
+        counts = service.metrics.of(wanted.model)
+        counts.num_waiting += wanted.num_choices
         try:
-            with service.metrics.of(wanted.model).waiting(wanted.num_choices):
-                await self._ticket.turn(Deadline.after(service.limits.queue_timeout_s))
+            await self._ticket.turn(Deadline.after(service.limits.queue_timeout_s))
         except NeuronDiError as error:
             service.metrics.count_refused(failure_of(error).code)
             raise
+        finally:
+            counts.num_waiting -= wanted.num_choices
 
     def _within_tenants_limits(self, wanted: ClientRequest) -> ClientRequest:
         max_tokens = self._tenant.cap_tokens(wanted.sampling.max_tokens)
         if max_tokens == wanted.sampling.max_tokens:
             return wanted
         sampling = msgspec.structs.replace(wanted.sampling, max_tokens=max_tokens)
-        return replace(wanted, sampling=sampling)
+        return msgspec.structs.replace(wanted, sampling=sampling)
 
     async def _run(self, wanted: ClientRequest, reply: Reply) -> None:
         service, num_choices = self._service, wanted.num_choices
@@ -263,11 +270,28 @@ class Exchange:
             trace = service.tracing.below(self._trace)
             request = wanted.choice(index)
             if trace is not None:
-                request = replace(request, traceparent=trace.header())
+                request = msgspec.structs.replace(request, traceparent=trace.header())
             on_end = partial(service.end_choice, self._tenant, trace)
             choices.append(Choice(index, request, record, sink, on_end, counts.count_gap))
-        with counts.running(num_choices):
+        counts.num_running += num_choices
+        try:
             await run_choices(choices, service.runner)
+        finally:
+            counts.num_running -= num_choices
+
+    def _log_failure(self, error: Exception) -> None:
+        """Say all of it here: clients are not told where things are.
+
+        What was refused before a worker was asked is counted, not logged: there may be a flood.
+        """
+        failed = failure_of(error)
+        if not isinstance(error, NeuronDiError):
+            _log.exception("internal_error", request=self.request_id)
+        elif failed.fault != "client" and self._records:
+            reason, model = failed.message, self._records[0].model
+            if model not in self._service.router.models():  # then it is the client's own word
+                reason = reason.replace(repr(model), "(hidden)")
+            _log.warning("request_failed", request=self.request_id, code=failed.code, reason=reason)
 
     def _fail(self, error: Exception, reply: Reply) -> None:
         """Say it with the right status, or, where a stream has begun, as its last event.

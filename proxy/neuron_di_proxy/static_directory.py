@@ -27,10 +27,14 @@ class StaticDirectory:
     def __init__(self, urls: tuple[str, ...]) -> None:
         self._urls = urls
         self._workers: dict[str, WorkerRecord] = {}
+        self._view: tuple[WorkerRecord, ...] = ()
 
     def workers(self) -> tuple[WorkerRecord, ...]:
-        """Every worker that answered last time, in the order of the addresses."""
-        return tuple(self._workers[url] for url in self._urls if url in self._workers)
+        """Every worker that answered last time, in the order of the addresses.
+
+        The same object until one says something else of itself.
+        """
+        return self._view
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
@@ -63,10 +67,20 @@ class StaticDirectory:
                 body = await response.content.read(RECORD_BYTES_MAX + 1)
                 record = status_decoder.decode(body).record
         except (aiohttp.ClientError, TimeoutError, RemoteProtocolError) as error:
-            if self._workers.pop(url, None) is not None:
+            if url in self._workers:
+                self._note(url, None)
                 _log.warning("worker_lost", url=url, reason=type(error).__name__)
         else:
             # Legs go where the operator said; the worker may know itself by another name.
             parts = urlsplit(url)
             host, port = parts.hostname or record.host, parts.port or 80
-            self._workers[url] = structs.replace(record, host=host, api_port=port)
+            record = structs.replace(record, host=host, api_port=port)
+            if record != self._workers.get(url):
+                self._note(url, record)
+
+    def _note(self, url: str, record: WorkerRecord | None) -> None:
+        if record is None:
+            del self._workers[url]
+        else:
+            self._workers[url] = record
+        self._view = tuple(self._workers[each] for each in self._urls if each in self._workers)

@@ -35,6 +35,17 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     health: str = "new"
     health_reason: str = ""
 
+    @property
+    def is_shunned(self) -> bool:
+        """Whether the proxy gives it no requests because something is wrong with it."""
+        return self.health in ("suspect", "frozen", "down", "broken")
+
+    def shown_state(self) -> str:
+        """The worker's own word, unless the proxy knows better."""
+        if self.is_shunned:
+            return self.health
+        return "unreachable" if self.status is None else self.status.record.state
+
 
 class PairReport(msgspec.Struct, frozen=True, kw_only=True):
     """The last hand-over that was tried on purpose, to see whether it works."""

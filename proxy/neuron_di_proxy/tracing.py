@@ -48,11 +48,7 @@ class Tracing:
     """
 
     def __init__(
-        self,
-        endpoint: str | None,
-        count_traces: Callable[[TraceOutcome, int], None],
-        *,
-        interval_s: float = BATCH_INTERVAL_S,
+        self, endpoint: str | None, count_traces: Callable[[TraceOutcome, int], None]
     ) -> None:
         """Raises ConfigError for an endpoint that is no HTTP address."""
         if endpoint is not None:
@@ -64,7 +60,6 @@ class Tracing:
                 )
         self._endpoint = endpoint
         self._count = count_traces
-        self._interval_s = interval_s
         self._queue: deque[EndedChoice] = deque()
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -137,7 +132,7 @@ class Tracing:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(BATCH_INTERVAL_S)
             while self._queue:
                 await self._send(endpoint, self._take_batch(), retries_max=RETRIES_MAX)
 

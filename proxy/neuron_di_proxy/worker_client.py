@@ -27,13 +27,14 @@ class LinkedLeg:
 
     def __init__(
         self,
-        worker_id: WorkerId,
-        link_to_worker: Callable[[], LegLink | None],
+        record: WorkerRecord,
+        link_to: Callable[[WorkerRecord], LegLink | None],
         kind: LegKind,
         leg: msgspec.Struct,
     ) -> None:
-        self.worker_id = worker_id
-        self._link_to_worker = link_to_worker
+        self.worker_id = record.worker_id
+        self._record = record
+        self._link_to = link_to
         self._kind: LegKind = kind
         self._leg = leg
         self._link: LegLink | None = None
@@ -44,7 +45,7 @@ class LinkedLeg:
         """As `workers.Leg.open`."""
         if self._is_closed:
             return
-        self._link = self._link_to_worker()
+        self._link = self._link_to(self._record)
         if self._link is None:
             asyncio.get_running_loop().call_soon(self._hear_of_the_end, hear)
             return
@@ -93,7 +94,7 @@ class WorkerClient:
 
     def open_leg(self, record: WorkerRecord, kind: LegKind, leg: msgspec.Struct) -> LinkedLeg:
         """Prepare a leg. Nothing is sent before its `open`."""
-        return LinkedLeg(record.worker_id, partial(self._link_to, record), kind, leg)
+        return LinkedLeg(record, self._link_to, kind, leg)
 
     def _link_to(self, record: WorkerRecord) -> LegLink | None:
         """The link to a worker's process, made if need be. None once the client is closed."""

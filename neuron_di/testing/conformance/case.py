@@ -21,15 +21,17 @@ MESSAGES = [{"role": "user", "content": "Tell me a tale of a reader."}]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was learnt from endpoint A before the cases.
+    """What was learnt from an endpoint before the cases.
 
     `token_0` and `text` are what a greedy answer to PROMPT begins with; `token_ids` those of the
-    text, empty where the endpoint does not tell them.
+    text, empty where the endpoint does not tell them. `context_tokens` is as much as a prompt and
+    its answer may have, where the endpoint tells.
     """
 
     token_0: str
     text: str
     token_ids: tuple[int, ...]
+    context_tokens: int | None
     long_prompt_chars: int
 
     @property
@@ -67,18 +69,13 @@ class Case:
     raw: bytes | None = None
     method: Literal["GET", "POST"] = "POST"
 
-    @property
-    def is_answer(self) -> bool:
-        """Whether an answer of the model is expected."""
-        return self.must_refuse is None and self.path in PATHS.values()
-
     def body(self, probe: Probe, model: str, mode: Mode) -> Json:
         """The JSON body for one endpoint. A field given as `...` is left out."""
-        body = {"model": model}
+        body: Json = {"model": model}
         for name, value in self.fields.items():
             body[name] = value(probe) if callable(value) else value
         if mode == "stream":
-            body = {"stream": True, "stream_options": {"include_usage": True}} | body
+            body = {"stream": True, "stream_options": {"include_usage": True}, **body}
         return {name: value for name, value in body.items() if value is not ...}
 
     def ask(self, probe: Probe, model: str, mode: Mode) -> Ask:

@@ -183,6 +183,8 @@ CHAT_CASES: tuple[Case, ...] = (
          audio={"voice": "alloy", "format": "wav"}),
     chat("chat-image", "a picture", messages=[{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]),
+    chat("chat-role", "a role that only some templates know",
+         messages=[{"role": "ipython", "content": "a"}, *MESSAGES]),
     chat("chat-reasoning-effort", "how long to reason", reasoning_effort="low"),
     chat("chat-verbosity", "how much to say", verbosity="low"),
     chat("chat-prediction", "what the answer may be",

@@ -1,4 +1,9 @@
-"""What single cases ask of an answer, beyond what holds of all."""
+"""What single cases ask of an answer, beyond what holds of all.
+
+A check gets the request's body, whether it needs it or not.
+"""
+
+# ruff: noqa: ARG001
 
 import json
 from collections.abc import Callable, Iterator

@@ -47,7 +47,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One comparison's rules. `same_model` is for two answers of one endpoint."""
+    """How two documents are compared.
+
+    with_text         what the model wrote must be equal, too
+    of_one_endpoint   a whole answer and what the stream of the same endpoint adds up to
+    """
 
     rules: Rules
     with_text: bool = True

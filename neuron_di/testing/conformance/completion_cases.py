@@ -14,7 +14,6 @@ from neuron_di.testing.conformance.checks import (
     ids_are_among,
     is_full_length,
     num_generated_is,
-    text_is,
 )
 
 _SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
@@ -166,5 +165,3 @@ COMPLETION_CASES: tuple[Case, ...] = (
     completion("beam-search", "several hypotheses", use_beam_search=True, n=2, modes=("whole",)),
     completion("regex", "text that a pattern allows", structured_outputs={"regex": "[0-9]+"}),
 )  # fmt: skip
-
-assert len({case.name for case in COMPLETION_CASES}) == len(COMPLETION_CASES)

@@ -108,10 +108,10 @@ def to_bytes(document: Any) -> bytes:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    pieces: list[bytes] = []
+    body = bytearray()
     try:
         async for piece in response.content.iter_any():
-            pieces.append(piece)
+            body += piece
     except aiohttp.ClientPayloadError:
         pass  # it was cut: what there is shows where
-    return b"".join(pieces)
+    return bytes(body)

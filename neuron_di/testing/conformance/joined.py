@@ -86,7 +86,8 @@ def _add(joined: Json, choice: Json) -> None:
         elif key == "delta" and isinstance(value, dict):
             _add_delta(joined, value)
         elif key == "token_ids":
-            joined.setdefault(key, []).extend(value or ())
+            known = joined.get(key)
+            joined[key] = known if value is None else [*(known or ()), *value]
         elif key == "logprobs":
             _add_logprobs(joined, value)
         elif key != "index" and (value is not None or key not in joined):
@@ -139,4 +140,6 @@ def _append(document: Json, key: str, value: Any) -> None:
 
 
 def _dicts(value: Any) -> Iterator[Json]:
-    return (each for each in value if isinstance(each, dict)) if isinstance(value, list) else iter(())
+    return (
+        (each for each in value if isinstance(each, dict)) if isinstance(value, list) else iter(())
+    )

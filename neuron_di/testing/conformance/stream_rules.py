@@ -9,7 +9,7 @@ from neuron_di.testing.conformance.exchange import Heard, Json
 from neuron_di.testing.conformance.finding import Fault
 
 # What a choice in a chunk may carry beside its index without saying anything new.
-_SILENT = (None, "", [], {})
+_SILENT: tuple[Any, ...] = (None, "", [], {})
 
 
 def check_stream(body: Json, heard: Heard, chunks: list[Json]) -> Iterator[Fault]:

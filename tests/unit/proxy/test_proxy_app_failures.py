@@ -6,11 +6,13 @@ import socket
 from dataclasses import replace
 
 import pytest
-from running_proxy import AT_ONCE, RunningProxy, read_events
+from running_proxy import AT_ONCE, RunningProxy, read_events, until
 from scripted_worker import finished, parked, play_prefill, token
 
 from neuron_di.config import FrontOptions
+from neuron_di.wire import Failed
 from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.key_file import KeyRecord, make_key, write_key_file
 
 STREAM = {"model": "tiny", "prompt": "hi", "stream": True}
 
@@ -241,3 +243,91 @@ async def test_logs_hold_no_prompt_and_no_text(playing, caplog):
     assert "request_end" in logged
     assert "canary-prompt" not in logged
     assert "Once" not in logged
+
+
+def logged(caplog, event):
+    """The fields of each event of that name."""
+    found = [getattr(record, "event_fields", {}) for record in caplog.records]
+    return [fields for fields in found if fields.get("event") == event]
+
+
+async def test_a_prompt_counts_although_its_client_leaves(cluster):
+    response, _, prefill_leg, decode_leg = await start_stream(cluster)
+    response.close()
+    await decode_leg.closed.wait()
+    receipt = await receipt_of(cluster, prefill_leg)
+    assert (receipt["finish_reason"], receipt["num_prompt"]) == ("cancelled", 5)
+    assert receipt["num_generated"] == 1
+
+
+async def test_a_prompt_counts_against_its_tenants_rate_although_its_client_leaves(
+    cluster, stack, tmp_path
+):
+    key_id, text, digest = make_key()
+    path = tmp_path / "keys.toml"
+    # The prompt has 5 tokens: with token 0 it is more than a minute's, without it is not.
+    write_key_file(path, {key_id: KeyRecord(tenant="t", sha256=digest, tokens_per_minute=3)})
+    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    records = cluster.proxy.directory.records
+    proxy = await stack.enter_async_context(RunningProxy(config, records))
+    proxy.http.headers["Authorization"] = f"Bearer {text}"
+    opening = asyncio.create_task(proxy.http.post("/v1/completions", json=STREAM))
+    prefill_leg, decode_leg = await cluster.prefill.next_leg(), await cluster.decode.next_leg()
+    await prefill_leg.send(token(0), parked())
+    response = await opening
+    await anext(read_events(response))
+    response.close()
+    await decode_leg.closed.wait()
+
+    async def is_counted():
+        return (await proxy.post("/v1/completions", **STREAM | {"model": "x"}))[0] == 429
+
+    await until(is_counted)
+
+
+async def test_a_failed_request_is_logged_once_with_what_its_client_is_not_told(cluster, caplog):
+    response, events, _, decode_leg = await start_stream(cluster)
+    failed = Failed(
+        code="kv_error", message="no KV at 10.1.2.3:7000", http_status=502, retryable=False
+    )
+    await decode_leg.finish(failed)
+    [event] = [json.loads(event) async for event in events]
+    assert event["error"]["message"] == "no KV at (hidden)"
+    [fields] = logged(caplog, "request_failed")
+    assert fields == {
+        "event": "request_failed",
+        "request": decode_leg.message.request_id,
+        "code": "kv_error",
+        "reason": "no KV at 10.1.2.3:7000",
+    }
+    assert len(logged(caplog, "attempt_failed")) == 1
+    response.close()
+
+
+async def test_all_choices_of_a_request_fail_as_one(cluster, caplog):
+    asking = asyncio.create_task(
+        cluster.proxy.post("/v1/completions", model="tiny", prompt="hi", n=2)
+    )
+    legs = [await cluster.prefill.next_leg() for _ in range(2)]
+    for leg in legs:
+        leg.hang_up()
+    assert (await asking)[0] == 502
+    assert len(logged(caplog, "request_failed")) == 1
+
+
+async def test_what_is_the_clients_fault_is_not_logged_as_a_failure(playing, caplog):
+    for fields in ({"n": 0}, {"model": "other"}):
+        body = {"model": "tiny", "prompt": "hi"} | fields
+        status, _ = await playing.proxy.post("/v1/completions", **body)
+        assert status < 500
+    assert logged(caplog, "request_failed") == []
+
+
+async def test_a_name_that_only_the_client_knows_is_not_logged(stack, caplog):
+    proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=AT_ONCE), []))
+    status, _ = await proxy.post("/v1/completions", model="secret 'name'", prompt="hi")
+    assert status == 503
+    [fields] = logged(caplog, "request_failed")
+    assert fields["code"] == "over_capacity"
+    assert "(hidden)" in fields["reason"]
+    assert "secret" not in str([vars(record) for record in caplog.records])

@@ -202,7 +202,7 @@ async def test_nothing_is_sent_before_the_first_token(cluster, stack):
     assert (await raw.response()).status == 500
 
 
-async def test_other_routes_go_to_hypercorn_and_stay_there(playing, raw):
+async def test_other_routes_are_answered_on_the_same_connection(playing, raw):
     raw.send(get("/health") + get("/v1/models") + post(PATH, STREAM))
     health, models, answer = [await raw.response() for _ in range(3)]
     assert json.loads(health.body)["status"] == "ok"
@@ -210,7 +210,7 @@ async def test_other_routes_go_to_hypercorn_and_stay_there(playing, raw):
     assert answer.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_connection_goes_to_hypercorn_after_hot_requests_too(playing, raw):
+async def test_a_connection_has_hot_requests_and_others_in_turn(playing, raw):
     raw.send(post(PATH, WHOLE) + get("/version"))
     assert (await raw.response()).status == 200
     assert "version" in json.loads((await raw.response()).body)

@@ -113,6 +113,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("Completion", {"prompt": []}),
     ("Completion", {"prompt": 5}),
+    ("Completion", {"prompt": ""}),
+    ("Completion", {"prompt": ["a", ""]}),
     ("Completion", {"prompt": ["a", 1]}),
     ("Completion", {"temperature": 2.5}),
     ("Completion", {"top_p": 0}),

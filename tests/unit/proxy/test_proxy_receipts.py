@@ -65,6 +65,18 @@ def test_a_transfer_that_both_ends_report_is_counted_once():
     assert (sealed.continued, sealed.grade) == (0, None)
 
 
+def test_a_prompt_that_was_computed_counts_however_the_request_ends():
+    lost, again = attempt(), attempt(1, emitted=(100,))
+    lost.num_prompt, lost.num_cached = 5, 2
+    again.num_prompt, again.num_cached = 5, 5
+    running = record("r1", attempt(), lost, again)
+    running.emitted = [100]
+    sealed = running.seal("cancelled")
+    assert (sealed.num_prompt, sealed.num_cached, sealed.num_generated) == (5, 2, 1)
+    never = record("r1", attempt()).seal("cancelled")
+    assert (never.num_prompt, never.num_cached) == (0, 0)
+
+
 def test_the_one_receipt_of_a_worker_that_does_it_all_is_counted_once():
     tried = attempt()
     tried.prefill = tried.decode = receipt("b1", "both", verify_s=0.5)

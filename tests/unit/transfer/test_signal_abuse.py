@@ -99,7 +99,7 @@ def garbage_of(seed):
 
 
 async def test_b29_twenty_thousand_pieces_of_garbage(prefill, peer, other, caplog):
-    caplog.set_level(logging.ERROR)  # not a line for each
+    caplog.set_level(logging.WARNING)
     prefill.park()
     assert await other.lookup() == prefill.ready()
     pieces, num_sent, answers = garbage_of(1), 0, []
@@ -119,7 +119,9 @@ async def test_b29_twenty_thousand_pieces_of_garbage(prefill, peer, other, caplo
     assert prefill.counters.num_stale == 0
     assert await other.answers(PULL, DONE) == []
     assert prefill.ended == [((R, 0), DONE)]
-    assert caplog.records == []
+    written = [record.event_fields["event"] for record in caplog.records]
+    assert set(written) <= {"signal_refused"}  # none, if an earlier test had the lines
+    assert len(written) < 200  # five in ten seconds
 
 
 @settings(

@@ -1,0 +1,84 @@
+"""What `neuron-di conformance` does with its flags."""
+
+import argparse
+import asyncio
+import json
+import os
+from fnmatch import fnmatchcase
+
+import aiohttp
+from rich.console import Console
+
+from neuron_di.errors import ConfigError, PeerError
+from neuron_di.testing.conformance.case import Case
+from neuron_di.testing.conformance.chat_cases import CHAT_CASES
+from neuron_di.testing.conformance.compare import Rules
+from neuron_di.testing.conformance.completion_cases import COMPLETION_CASES
+from neuron_di.testing.conformance.exchange import Endpoint
+from neuron_di.testing.conformance.refusal_cases import HEADER_CASES, REFUSAL_CASES
+from neuron_di.testing.conformance.report import report_document, report_lines
+from neuron_di.testing.conformance.run import learn, run_cases
+
+CASES: tuple[Case, ...] = (*COMPLETION_CASES, *CHAT_CASES, *HEADER_CASES, *REFUSAL_CASES)
+
+
+def run_conformance(flags: argparse.Namespace) -> int:
+    """Run what the flags say. Returns the exit code."""
+    cases = choose(flags.case)
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    if flags.list:
+        for case in cases:
+            console.print(f"{case.name:<28}{case.why}")
+        return 0
+    if flags.url_a is None or flags.url_b is None:
+        raise ConfigError("two URLs are needed, as in: conformance http://a:8000 http://b:8000")
+    if not cases:
+        raise ConfigError(f"no case is called {' or '.join(flags.case)}: see --list")
+    try:
+        lines, code = asyncio.run(_run(flags, cases))
+    except PeerError as error:
+        raise ConfigError(error.message) from None  # nothing was tried: exit code 2
+    for line in lines:
+        console.print(line)
+    return code
+
+
+def choose(patterns: list[str]) -> list[Case]:
+    """The cases whose names match one of the patterns; all of them without any."""
+    return [
+        case
+        for case in CASES
+        if not patterns or any(fnmatchcase(case.name, pattern) for pattern in patterns)
+    ]
+
+
+async def _run(flags: argparse.Namespace, cases: list[Case]) -> tuple[list[str], int]:
+    rules = Rules(
+        text=flags.text, logprob_tolerance=flags.logprob_tolerance, is_strict=flags.strict
+    )
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        endpoints = (
+            Endpoint("A", flags.url_a, session, model=flags.model, key=_key(flags.key_env_a)),
+            Endpoint("B", flags.url_b, session, model=flags.model_b or flags.model,
+                     key=_key(flags.key_env_b)),
+        )  # fmt: skip
+        chars = flags.long_prompt_chars
+        probes = [await learn(each, long_prompt_chars=chars) for each in endpoints]
+        if flags.text != "shape":
+            probes[1] = probes[0]  # one model: both are asked the same
+        results = await run_cases(cases, endpoints, probes, rules, at_once=flags.at_once)
+    if flags.json:
+        lines = [json.dumps(report_document(results, endpoints, rules), indent=2)]
+    else:
+        lines = list(report_lines(results, endpoints, rules))
+    is_good = all(result.outcome in ("same", "refused") for result in results)
+    return lines, 0 if is_good else 1
+
+
+def _key(name: str | None) -> str | None:
+    """A key from the environment: on a command line, others could read it."""
+    if name is None:
+        return None
+    if name not in os.environ:
+        raise ConfigError(f"the environment has no {name}, which should hold an API key")
+    return os.environ[name]

@@ -1,0 +1,303 @@
+"""`neuron-di top`: what a frame says, and that it goes on when the proxy does not."""
+
+import codecs
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from msgspec import structs
+from proxy_double import ProxyDouble, metrics, report, worker
+from rich.console import Console
+
+from neuron_di.cli import main
+from neuron_di.clock import Deadline, use_clock
+from neuron_di.errors import ConfigError, PeerGone, RemoteProtocolError, Unauthorized
+from neuron_di.status import show_status
+from neuron_di.top import View, show_top
+from neuron_di.top_figures import quantile, rate
+from neuron_di_proxy.histogram import Histogram
+
+HOME = "\x1b[H"  # how a frame begins
+STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+SIZES = ("COLUMNS", "LINES")
+
+
+class HandClock:
+    """Goes when it is told to, and whenever somebody sleeps."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic_s(self):
+        return self.now_s
+
+    def unix_s(self):
+        return self.now_s
+
+    def sleep_s(self, duration_s):
+        self.now_s += duration_s
+
+
+@pytest.fixture
+def clock():
+    clock = HandClock()
+    with use_clock(clock):
+        yield clock
+
+
+@pytest.fixture
+def proxy():
+    with ProxyDouble() as proxy:
+        yield proxy
+
+
+def lines_of(view, width=80):
+    console = Console(width=width, height=40, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(view)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def busy(num_bytes):
+    return report(
+        worker("prefill", 0, num_running=1, num_transferring=2, num_blocks_free=63),
+        worker("prefill", 1, health="frozen"),
+        worker(
+            "decode",
+            0,
+            num_running=12,
+            num_waiting=3,
+            num_blocks_free=0,
+            num_blocks_cached=25,
+            kv_bytes_received=num_bytes,
+        ),
+    )
+
+
+def test_a_frame_shows_load_times_and_each_worker(proxy, clock):
+    first_token, gap = Histogram((0.01, 0.1)), Histogram((0.01, 0.02))
+    first_token.observe(0.005)  # long ago
+    view = View(proxy.url, None)
+    proxy.status = busy(1_000_000)
+    proxy.metrics = metrics(first_token=first_token, gap=gap, num_answer_tokens=1000)
+    view.look()
+    for _ in range(100):
+        first_token.observe(0.05)
+        gap.observe(0.015)
+    proxy.status = busy(9_000_000)
+    proxy.metrics = metrics(first_token=first_token, gap=gap, num_answer_tokens=3000)
+    clock.now_s += 2
+    view.look()
+    lines = lines_of(view)
+    assert lines == [
+        f"proxy {proxy.url} serving",
+        "3 running, 2 waiting                  1,000 tokens/s out, 0 in",
+        "first token p50 55 ms, p99 99.1 ms    between tokens p50 15 ms, p99 19.9 ms",
+        "",
+        "worker     role     state   run  wait  moving  KV in use            KV in/s",
+        "prefill-0  prefill  ready     1     0       2  [||||          37%]",
+        "prefill-1  prefill  frozen    0     0       0  [               0%]",
+        "decode-0   decode   ready    12     3       0  [|||||||||     75%]     4 MB",
+        "",
+        "prefill-1 gets no requests: frozen",
+    ]
+    assert all(len(line) <= 80 for line in lines)
+    assert lines_of(view, width=44) == [
+        f"proxy {proxy.url} serving",
+        "3 running, 2 waiting",
+        "1,000 tokens/s out, 0 in",
+        "first token p50 55 ms, p99 99.1 ms",
+        "between tokens p50 15 ms, p99 19.9 ms",
+        "",
+        "worker     state   run  wait   KV",
+        "prefill-0  ready     1     0  37%",
+        "prefill-1  frozen    0     0   0%",
+        "decode-0   ready    12     3  75%",
+        "",
+        "prefill-1 gets no requests: frozen",
+    ]
+
+
+def test_rates_are_of_the_last_seconds_only(proxy, clock):
+    empty = Histogram((1,))
+    view = View(proxy.url, None)
+    for number in range(40):
+        tokens = 100 * min(number, 20)  # then nothing comes any more
+        proxy.metrics = metrics(first_token=empty, gap=empty, num_answer_tokens=tokens)
+        view.look()
+        clock.now_s += 1
+        assert len(view._looks) <= 12
+    assert " 0 tokens/s out" in lines_of(view)[1]
+    assert lines_of(view)[2].split() == ["first", "token", "-", "between", "tokens", "-"]
+
+
+def test_no_workers_yet(proxy):
+    view = View(proxy.url, None)
+    view.look()
+    assert lines_of(view)[-1] == "no worker has announced itself"
+
+
+def test_a_proxy_that_goes_and_comes_back(proxy):
+    view = View(proxy.url, None)
+    proxy.status = report(worker("decode", 0))
+    view.look()
+    proxy.stop()
+    view.look_if_there()
+    lines = lines_of(view)
+    assert lines[0].startswith(f"no proxy answers at {proxy.url}: Connection refused")
+    assert lines[1] == "as it was last:"
+    assert lines[-1].startswith("decode-0 ")
+    proxy.status = report()
+    proxy.start()
+    view.look_if_there()
+    assert lines_of(view)[-1] == "no worker has announced itself"
+
+
+def test_what_a_worker_says_cannot_command_the_terminal(proxy):
+    bad = "decode-\x1b[2J\x07"
+    said = worker("decode", 0, health="down")
+    proxy.status = report(
+        structs.replace(
+            said, record=structs.replace(said.record, worker_id=bad), health_reason="\x1b]0;x"
+        )
+    )
+    view = View(proxy.url, None)
+    view.look()
+    text = "".join(lines_of(view))
+    assert "decode-?[2J? gets no requests: ?]0;x" in text
+    assert "\x1b" not in text
+
+
+def test_the_key_is_given_and_a_wrong_one_ends_it(proxy, clock, capsys, monkeypatch):
+    proxy.key = "ndi-right"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert show_top(proxy.url, key="ndi-right", once=True) == 0
+    assert "no worker has announced itself" in capsys.readouterr().out
+    assert show_status(proxy.url, key="ndi-right", as_json=False) == 0
+    for key in (None, "ndi-wrong"):
+        with pytest.raises(Unauthorized, match="give --key"):
+            show_top(proxy.url, key=key, once=True)
+        with pytest.raises(Unauthorized, match="give --key"):
+            show_status(proxy.url, key=key, as_json=False)
+        with pytest.raises(Unauthorized):
+            View(proxy.url, key).look_if_there()
+
+
+def test_the_command_takes_the_key_from_its_variable(proxy, clock, capsys, monkeypatch):
+    proxy.key = "ndi-right"
+    monkeypatch.setenv("KEY_NEURON_DI", "ndi-right")
+    for command in ("status", "top --once"):
+        assert main([*command.split(), "--url", proxy.url]) == 0
+    monkeypatch.setenv("KEY_NEURON_DI", "ndi-wrong")
+    assert main(["status", "--url", proxy.url]) == 1
+    assert "ndi-" not in capsys.readouterr().err
+
+
+def test_who_is_no_proxy_is_told_at_once(proxy, clock):
+    proxy.metrics = "<html>"
+    with pytest.raises(RemoteProtocolError, match="is not a neuron-di proxy"):
+        show_top(proxy.url, once=True)
+    with pytest.raises(RemoteProtocolError):
+        View(proxy.url, None).look_if_there()
+    proxy.stop()
+    with pytest.raises(PeerGone, match="no proxy answers"):
+        show_top(proxy.url, once=True)
+
+
+def test_without_a_terminal_there_is_only_once(proxy, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", open(os.devnull, "w"))  # noqa: SIM115
+    with sys.stdout, pytest.raises(ConfigError, match="--once"):
+        show_top(proxy.url)
+
+
+def test_quantiles_lie_within_their_bucket():
+    histogram = Histogram((1, 2, 4))
+    assert quantile({}, {}, 0.5) is None
+    for value in (0.5, 1.5, 1.5, 3):
+        histogram.observe(value)
+    counts = {float(end): count for end, count in histogram.buckets()}
+    assert quantile({}, counts, 0.25) == 1
+    assert quantile({}, counts, 0.5) == 1.5
+    assert quantile({}, counts, 1) == 4
+    assert quantile(counts, counts, 0.5) is None
+    histogram.observe(100)
+    later = {float(end): count for end, count in histogram.buckets()}
+    assert quantile(counts, later, 0.5) == 4  # all that is known of it
+    assert quantile(later, counts, 0.25) == 1  # it began anew
+    assert (rate(5, 15, 2), rate(15, 5, 1), rate(0, 1, 0)) == (5, 5, 0)
+
+
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, url, columns):
+        self.master, slave = pty.openpty()
+        self.size(columns)
+        # With these the size would be what they say.
+        unset = {name: value for name, value in os.environ.items() if name not in SIZES}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "neuron_di", "top", "--url", url],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=unset | {"TERM": "xterm-256color"},
+        )
+        os.close(slave)
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._written = ""
+
+    def size(self, columns):
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def frame_where(self, is_right):
+        """The next frame that is as wanted: its lines, as wide as they were written."""
+        deadline = Deadline.after(30)
+        while True:
+            *frames, self._written = self._written.split(HOME)
+            for frame in frames:
+                lines = STYLE.sub("", frame).splitlines()
+                if is_right(lines):
+                    return lines
+            assert not deadline.has_passed(), frames[-1:]
+            if select.select([self.master], [], [], 0.2)[0]:
+                self._written += self._decode(os.read(self.master, 65536))
+
+    def end(self):
+        self.process.send_signal(signal.SIGINT)
+        while self.process.poll() is None:
+            if select.select([self.master], [], [], 0.1)[0]:
+                try:
+                    os.read(self.master, 65536)
+                except OSError:
+                    break  # the other end is closed
+        code = self.process.wait(timeout=30)
+        os.close(self.master)
+        return code
+
+
+def test_it_lives_on_a_terminal_that_changes_and_without_its_proxy(proxy):
+    proxy.status = report(worker("decode", 0))
+    terminal = Terminal(proxy.url, 80)
+    try:
+        wide = terminal.frame_where(lambda lines: any("decode-0" in line for line in lines))
+        assert max(map(len, wide)) == 80
+        terminal.size(50)
+        terminal.frame_where(
+            lambda lines: {len(line) for line in lines} == {50} and "decode-0" in "".join(lines)
+        )
+        proxy.stop()
+        terminal.frame_where(lambda lines: any("as it was last" in line for line in lines))
+        proxy.status = report(worker("prefill", 7))
+        proxy.start()
+        terminal.frame_where(lambda lines: any("prefill" in line for line in lines))
+    finally:
+        code = terminal.end()
+    assert code == 0
