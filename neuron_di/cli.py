@@ -32,7 +32,13 @@ _DESCRIPTION = (
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns the exit code; errors are one line on standard error."""
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read, say `head`, has seen enough. Nothing may be left to be written at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except NeuronDiError as error:
         print(f"neuron-di: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

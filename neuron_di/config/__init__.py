@@ -1,5 +1,6 @@
 """What a process is told at its start: typed options from flags, environment and a TOML file."""
 
+from neuron_di.config.exposure import is_loopback
 from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
@@ -26,5 +27,6 @@ __all__ = [
     "WorkerOptions",
     "add_flags",
     "flags_of",
+    "is_loopback",
     "load_options",
 ]

@@ -102,6 +102,8 @@ def _metavar(spec: OptionSpec) -> str:
         return f"{spec.form},..."
     if spec.form is not None:
         return spec.form
+    if spec.kind is float and (spec.key.endswith("_per_s") or not spec.key.endswith("_s")):
+        return "X"
     return {int: "N", float: "SECONDS", ByteSize: "SIZE"}.get(spec.kind, "NAME")
 
 

@@ -3,13 +3,15 @@
 The help texts are what `--help` prints. A key that several commands share has one type.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
 from neuron_di.config.option import ByteSize, option
-from neuron_di.types import Role
+from neuron_di.errors import ConfigError
+from neuron_di.types import WORKER_ID_PATTERN, Role
 
 PORT_MAX = 65535
 
@@ -111,10 +113,16 @@ class WorkerOptions:
     model: str = _model()
     role: Role = option("what the worker does")
     worker_id: str | None = option(
-        "its name, unique among the workers; none makes one up", default=None
+        "its name, unique among the workers: letters, digits and ._-; none makes one up",
+        default=None,
     )
     model_name: str | None = _model_name()
     host: str = _host()
+    insecure: bool = option(
+        "listen on addresses other machines can reach: that network must be trusted, because a "
+        "worker asks nobody for a key and encrypts nothing",
+        default=False,
+    )
     port: int = _port(0)
     signal_port: int = option(
         "port a prefill worker listens on for decode workers; 0 takes any free one",
@@ -146,6 +154,13 @@ class WorkerOptions:
     )
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)
+
+    def __post_init__(self) -> None:
+        if self.worker_id is not None and not re.fullmatch(WORKER_ID_PATTERN, self.worker_id):
+            raise ConfigError(
+                "--worker-id must be 1 to 64 letters, digits, dots, dashes or underscores",
+                param="worker_id",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from neuron_di.engine.sampler import SampledToken, describe_logprobs, raw_logprobs
+import numpy as np
+from msgspec.structs import replace
+
+from neuron_di.engine.sampler import Floats, SampledToken, describe_logprobs, raw_logprobs
 from neuron_di.request import PromptWish, Request, Tokenizer
 from neuron_di.wire import PromptReport, TokenLogprobs
 
@@ -35,7 +38,9 @@ class PromptScores:
         followers = self._token_ids[position + 1 : position + 1 + len(logits_TV)]
         for row_V, token_id in zip(logits_TV.numpy(), followers, strict=False):
             raw = raw_logprobs(row_V, token_id, self._num_top)
-            self._logprobs.append(describe_logprobs(self._tokenizer, SampledToken(token_id, raw)))
+            logprobs = describe_logprobs(self._tokenizer, SampledToken(token_id, raw))
+            assert logprobs is not None, "some were made"
+            self._logprobs.append(replace(logprobs, rank=_rank(row_V, token_id)))
 
     def report(self) -> PromptReport:
         """All of it, once the prompt is computed."""
@@ -46,3 +51,9 @@ class PromptScores:
             token_ids=self._token_ids,
             logprobs=self._logprobs if self.needs_logits else None,
         )
+
+
+def _rank(raw_V: Floats, token_id: int) -> int:
+    """From 1 for the most probable; of equals the lower id comes first."""
+    own = raw_V[token_id]
+    return 1 + int(np.count_nonzero(raw_V > own) + np.count_nonzero(raw_V[:token_id] == own))

@@ -24,13 +24,11 @@ import torch
 from neuron_di.engine.logit_masks import biased, restricted
 from neuron_di.errors import LocalProtocolError
 from neuron_di.request import Request, Tokenizer, end_token_ids
+from neuron_di.request.sampling import LOGPROB_MIN
 from neuron_di.wire import SamplingParams, TokenLogprob, TokenLogprobs
 
 # Below this a temperature counts as 0, as in vLLM: dividing by it would leave float32's range.
 TEMPERATURE_MIN = 1e-5
-
-# JSON has no -inf; OpenAI and vLLM write this for a token of probability 0.
-LOGPROB_MIN = -9999.0
 
 _CDF_BLOCK = 1024
 

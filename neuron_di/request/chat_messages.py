@@ -11,6 +11,20 @@ import msgspec
 from neuron_di.errors import BadRequest, TooLarge
 
 MESSAGES_MAX = 10_000
+KEY_CHARS_MAX = 64  # of an unknown key that an error repeats
+
+# What OpenAI's API and servers of open models know, beside what every message has.
+_KEYS_OF_ROLE = {
+    "system": (),
+    "developer": (),
+    "user": (),
+    "assistant": ("tool_calls", "reasoning_content", "thinking", "reasoning"),
+    "tool": ("tool_call_id",),
+}
+_KEYS_OF_ALL = ("role", "content", "name")
+# Keys of OpenAI's own answers, which clients send back: nothing here reads what they may hold.
+_UNREAD_KEYS = ("refusal", "audio", "function_call", "annotations")
+_KNOWN_KEYS = {*_KEYS_OF_ALL, *_UNREAD_KEYS, *sum(_KEYS_OF_ROLE.values(), ())}
 
 # One thing under the names that different templates read.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -20,7 +34,7 @@ def check_messages(messages: Any, *, takes_tool_calls: bool) -> list[dict[str, A
     """The messages as a template reads them; `messages` is the client's JSON.
 
     `takes_tool_calls`: the template knows calls, and that they come without a content. Another
-    gets an empty one. Raises BadRequest or TooLarge, param "messages".
+    gets an empty one. Raises BadRequest or TooLarge, whose param is "messages" or a part of it.
     """
     if not isinstance(messages, list) or not messages:
         raise _bad("messages must be a list with at least one message")
@@ -38,26 +52,43 @@ def _check_message(where: str, message: Any, takes_tool_calls: bool) -> dict[str
     if not isinstance(message, dict):
         raise _bad(f"{where} must be an object")
     role, name = message.get("role"), message.get("name")
-    if not isinstance(role, str):
-        raise _bad(f"{where}.role must be a string")
+    if not isinstance(role, str) or role not in _KEYS_OF_ROLE:
+        # A role that is not OpenAI's may be anything: it is not repeated.
+        roles = ", ".join(_KEYS_OF_ROLE)
+        raise BadRequest(f"{where}.role must be one of {roles}", param=f"{where}.role")
     if name is not None and not isinstance(name, str):
         raise _bad(f"{where}.name must be a string")
-    checked = {key: value for key, value in message.items() if value is not None}
+    checked = _known(where, message, (*_KEYS_OF_ALL, *_KEYS_OF_ROLE[role]))
     if role == "assistant" and checked.get("tool_calls"):
         checked["tool_calls"] = _check_calls(f"{where}.tool_calls", checked["tool_calls"])
         if not takes_tool_calls:
             checked.setdefault("content", "")
-    else:
-        checked.pop("tool_calls", None)
-        if "content" not in checked:
-            raise _bad(f"{where}.content must be a string or a list of text parts")
+    elif "content" not in checked:
+        raise _bad(f"{where}.content must be a string or a list of text parts")
     if "content" in checked:
         checked["content"] = _check_content(f"{where}.content", checked["content"])
     return _with_reasoning(checked)
 
 
+def _known(where: str, message: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """What a message of this role holds. Another key is refused, unless nothing is in it."""
+    checked = {}
+    for key, value in message.items():
+        if key not in _KNOWN_KEYS:
+            shown = key[:KEY_CHARS_MAX]
+            raise BadRequest(f"{where}.{shown} is not a known key", param=f"{where}.{shown}")
+        if value is None or (value == [] and key != "content"):
+            continue
+        if key not in keys:
+            raise BadRequest(
+                f"{where}.{key} is not supported in a message of this role", param=f"{where}.{key}"
+            )
+        checked[key] = value
+    return checked
+
+
 def _check_content(where: str, content: Any) -> str:
-    if isinstance(content, list):
+    if isinstance(content, list) and content:
         # The parts are separate paragraphs, as vLLM has it.
         content = "\n".join(_part_text(where, part) for part in content)
     if not isinstance(content, str):

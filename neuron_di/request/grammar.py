@@ -5,8 +5,10 @@ takes over, or goes on after a failure, feeds it those and is where the other wa
 """
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -29,10 +31,28 @@ COMPILED_MAX = 64  # grammars that are kept; the one that was not used for longe
 _WHITESPACE = r"\n[\x20\t]{0,32}|\x20"
 # Without \\uXXXX, by which a key could be written so that the library takes it for another.
 _ESCAPES = 'nrbtf\\"'
-_STATES_MAX = 25_000  # of a lexer, 1 to 2 kB each
+_STATES_MAX = 25_000  # of a lexer, 1 to 2 kB each; all answers with one schema share them
+# Bound the work of one token, to some tenths of a second at the worst; the library counts so.
+_LEXER_FUEL_FIRST, _LEXER_FUEL = 400_000, 50_000
+_ITEMS_MAX = 20_000  # more than the alternatives that a value within GRAMMAR_CHARS_MAX can hold
+
+# How the library's errors begin where a token does not follow. All others are limits of its own.
+_NO_WAY_ON = "NoExtension"
+_WRONG_TOKEN = re.compile("Parser Error: token .* doesn't satisfy|parser stopped in", re.DOTALL)
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A grammar to be copied for each answer. The copies share one lexer, and its limits.
+
+    `is_spent`, set by any thread: an answer came to them, and so would all others.
+    """
+
+    matcher: "LLMatcher"
+    is_spent: bool = False
 
 
 class GrammarState:
@@ -45,7 +65,7 @@ class GrammarState:
 
     def __init__(
         self,
-        matcher: "LLMatcher",
+        compiled: _Compiled,
         marker: Marker | None,
         vocabulary: Vocabulary,
         row: MaskedRow,
@@ -53,7 +73,8 @@ class GrammarState:
         param: str,
     ) -> None:
         self.param = param  # the field of the client's request that errors name
-        self._matcher = matcher
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
         self._marker = marker  # None: the free text, if any, is over
         self._tail = b""
         self._vocabulary = vocabulary
@@ -77,11 +98,7 @@ class GrammarState:
             return self._row.drop(logits_V, self._marker.forbidden_after(self._tail))
         bitmask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise BadRequest(
-                "the answer cannot go on: what the schema asks here cannot be satisfied, "
-                "or is too complex",
-                param=self.param,
-            )
+            raise self._dead_end()
         stop_ids = self._stop_ids
         if stop_ids is not None and not self._matcher.is_accepting():
             stop_ids = None
@@ -90,7 +107,8 @@ class GrammarState:
     def accept(self, token_id: int) -> bool:
         """Take the answer's next token. True: the grammar is complete, and this was its end.
 
-        Raises RemoteProtocolError when the token cannot come here: somebody else chose it.
+        Raises BadRequest as `masked` does, and RemoteProtocolError when the token cannot come
+        here: somebody else chose it.
         """
         was_asked, self._was_asked = self._was_asked, False
         if self._marker is not None:
@@ -100,12 +118,22 @@ class GrammarState:
             return True
         if self._matcher.consume_token(token_id):
             return not self._vocabulary.eos_token_ids and self._matcher.is_stopped()
+        if not _WRONG_TOKEN.match(self._matcher.get_error()):
+            raise self._dead_end()
         if was_asked:  # the library offered it: it had no token for what must come
             raise BadRequest(
                 "the answer cannot go on: the model has no tokens for what the schema asks here",
                 param=self.param,
             )
         raise RemoteProtocolError("a given token id breaks the request's grammar")
+
+    def _dead_end(self) -> BadRequest:
+        reason = "cannot be satisfied"
+        if not self._matcher.get_error().startswith(_NO_WAY_ON):
+            self._compiled.is_spent, reason = True, "is too complex"
+        return BadRequest(
+            f"the answer cannot go on: what the schema asks here {reason}", param=self.param
+        )
 
     def _is_end(self, token_id: int) -> bool:
         if token_id in self._vocabulary.eos_token_ids:
@@ -127,14 +155,14 @@ class GrammarState:
 class GrammarCompiler:
     """Makes states for one model, for one engine. Used by one thread at a time.
 
-    Compiling is bounded by the library's own limits and by `check_schema`: up to about two seconds
-    for the largest schema that a request may bring. What was compiled is kept.
+    Nothing can stop the library once it compiles. Its own limits and `check_schema` bound that: to
+    about half a second for the worst schema that a request may bring. What was compiled is kept.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._row = MaskedRow(vocabulary.num_vocab)
-        self._matchers: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
         self._markers: OrderedDict[tuple[str, bool], Marker] = OrderedDict()
         self._limits: LLParserLimits | None = None
         self.num_compiled = 0
@@ -149,11 +177,13 @@ class GrammarCompiler:
                 (grammar.after, may_trail),
                 lambda: Marker(grammar.after, self._vocabulary, may_trail=may_trail),
             )
-        matcher = _kept(
-            self._matchers, (grammar.kind, grammar.value), lambda: self._compile(grammar)
-        )
+        key = (grammar.kind, grammar.value)
+        known = self._compiled.get(key)
+        if known is not None and known.is_spent:
+            del self._compiled[key]
+        compiled = _kept(self._compiled, key, lambda: _Compiled(self._compile(grammar)))
         return GrammarState(
-            matcher.deep_copy(),
+            compiled,
             marker,
             self._vocabulary,
             self._row,
@@ -165,7 +195,13 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         self.num_compiled += 1
-        limits = LLParserLimits(max_lexer_states=_STATES_MAX, verbose_errors=False)
+        limits = LLParserLimits(
+            max_items_in_row=_ITEMS_MAX,
+            initial_lexer_fuel=_LEXER_FUEL_FIRST,
+            step_lexer_fuel=_LEXER_FUEL,
+            max_lexer_states=_STATES_MAX,
+            verbose_errors=False,
+        )
         if grammar.kind == "choice":
             source = LLMatcher.grammar_from_lark(_choice_rule(grammar.value, grammar.param))
         else:
@@ -207,7 +243,12 @@ def _choice_rule(value: str, param: str) -> str:
         or not all(isinstance(choice, str) and choice for choice in choices)
     ):
         raise BadRequest("a choice must be a list of strings that are not empty", param=param)
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return "start: " + " | ".join(map(_quoted, choices))
+
+
+def _quoted(text: str) -> str:
+    """As the library's rules spell a text: like JSON, but with an escape for DEL, too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _decoded(text: str, param: str) -> Any:

@@ -21,6 +21,7 @@ ALLOWED_IDS_MAX = 1 << 20  # where the size of the vocabulary is not known
 BAD_WORDS_MAX = 128
 BAD_WORD_CHARS_MAX = 256
 GRAMMAR_CHARS_MAX = 64 << 10
+LOGPROB_MIN = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for a probability of 0
 REPETITION_PENALTY_MIN = 0.01  # smaller ones leave the range of float32
 
 _SEED_MIN, _SEED_MAX = -(1 << 63), (1 << 63) - 1
@@ -85,6 +86,8 @@ def resolve_max_tokens(params: SamplingParams, num_prompt: int, context_tokens: 
             param="prompt",
         )
     max_tokens = room if params.max_tokens is None else params.max_tokens
+    if params.fits_context:
+        max_tokens = min(max_tokens, room)
     if max_tokens > room:
         raise BadRequest(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, the context "

@@ -5,6 +5,7 @@ Schema itself are taken from them.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from neuron_di.errors import BadRequest
@@ -38,10 +39,20 @@ _REASONS = (
     ("Unsatisfiable schema", "nothing can satisfy it"),
     ("schema too large", "it is too large"),
     ("Invalid type", "it names a `type` that JSON has not"),
+    ("fuel exhausted", "it is too complex"),
     ("Expected", "the value of a keyword is of the wrong type: {keywords}"),
 )
 EXPRESSIONS_MAX = 64
 INTERSECTED_MAX = 8  # where some of them may have to hold together
+REPEATS_MAX = 20_000  # of one expression: the product of counts that stand in each other
+PROPERTIES_MAX = 2000  # in all: the work grows with their square
+
+# What matters for repetition: escapes and classes as one, counts, and any other character.
+_PIECE = re.compile(
+    r"\\[pPxuU]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|.",
+    re.DOTALL,
+)
+_DIGITS = 9  # of a count that are read: more are far beyond every limit
 
 _EXPRESSIONS = ("pattern", "format", "multipleOf")
 _APPLIED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
@@ -70,7 +81,7 @@ def check_schema(schema: dict[str, Any], *, param: str) -> None:
     where expressions must hold together, its work doubles with each, beyond all its own limits.
     """
     left: list[Any] = [schema]
-    num_expressions = 0
+    num_expressions = num_properties = 0
     intersects = False
     while left:
         part = left.pop()
@@ -83,14 +94,46 @@ def check_schema(schema: dict[str, Any], *, param: str) -> None:
                 _refuse("`minProperties` is more than the number of its `required`", param)
             num_expressions += sum(keyword in part for keyword in _EXPRESSIONS)
             by_pattern = part.get("patternProperties")
-            num_expressions += len(by_pattern) if isinstance(by_pattern, dict) else 0
+            if isinstance(by_pattern, dict):
+                num_expressions += len(by_pattern)
+                _check_repeats(by_pattern, param)
+            _check_repeats([part.get("pattern")], param)
+            properties = part.get("properties")
+            num_properties += len(properties) if isinstance(properties, dict) else 0
             intersects = intersects or _intersects(part)
             left += [value for key, value in part.items() if key not in _PLAIN_VALUES]
+    if num_properties > PROPERTIES_MAX:
+        _refuse(f"it has more than {PROPERTIES_MAX} `properties`", param)
     expressions_max = INTERSECTED_MAX if intersects else EXPRESSIONS_MAX
     if num_expressions > expressions_max:
         joint = ", joined by `allOf` or beside `$ref` or `anyOf`" if intersects else ""
         names = "`pattern`, `format` and `multipleOf`"
         _refuse(f"it has more than {expressions_max} {names}{joint}", param)
+
+
+def _check_repeats(expressions: Iterable[Any], param: str) -> None:
+    for expression in expressions:
+        if isinstance(expression, str) and _nested_repeats(expression) > REPEATS_MAX:
+            _refuse(f"a `pattern` repeats something more than {REPEATS_MAX} times", param)
+
+
+def _nested_repeats(expression: str) -> int:
+    """The largest product of counts that stand in each other: 6 for `(a{2}b){3}`."""
+    in_groups = [1]  # the largest product in each open group, the outermost first
+    last = 1  # of what a count would repeat
+    for piece in _PIECE.finditer(expression):
+        text = piece.group()
+        if piece["least"]:
+            last *= max(int((piece["most"] or piece["least"])[:_DIGITS]), 1)
+        elif text == "(":
+            in_groups.append(1)
+            last = 1
+        elif text == ")" and len(in_groups) > 1:
+            last = in_groups.pop()
+        elif text not in "*+?":
+            last = 1
+        in_groups[-1] = max(in_groups[-1], last)
+    return max(in_groups)
 
 
 def _intersects(part: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,21 @@ class Tokenizer:
         Raises BadRequest, which names `param`, when the text is not valid Unicode.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # For one text, too: the library's `encode` holds the interpreter lock all the while.
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):
             # JSON can spell half of a surrogate pair; the library calls it "not a string".
             raise BadRequest(f"{param} holds text that is not valid Unicode", param=param) from None
+        ids: list[int] = batch[0].ids
         return ids
+
+    @cached_property
+    def token_bytes_max(self) -> int:
+        """Bytes of the longest token. A text of n bytes has at least n / so many tokens.
+
+        Only a tokenizer that drops or shortens what it reads can need fewer.
+        """
+        return max(len(self.token_bytes(token_id)) for token_id in range(self.num_vocab))
 
     def render_chat(self, messages: Any, extras: ChatExtras | None = None) -> str:
         """The text of a chat; `messages` is the client's JSON. The special tokens are in it.

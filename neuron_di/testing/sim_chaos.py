@@ -154,7 +154,8 @@ class Chaos:
 
     def _hit(self, place: SimWorker, blow: Blow, lasts_s: float) -> None:
         cluster = self._cluster
-        if not place.is_alive:
+        # An ambush waits with the process it hits: one that was frozen by another may be late.
+        if self._is_over or not place.is_alive:
             return
         cluster.faults.count(blow)
         if blow == "kill":

@@ -163,7 +163,7 @@ class SimProxy:
         self.records[client.name] = record
         ticket = self.admission.arrive(TENANTS[wanted.number % len(TENANTS)])
         try:
-            ticket.take(1)
+            ticket.take(1, 1.0)
             queue_timeout_s = self._world.options.limits.queue_timeout_s
             await ticket.turn(Deadline(record.accepted_s + queue_timeout_s))
             return await self.runner.run(request, record, emit)

@@ -3,11 +3,11 @@
 The key is the seed's, `/workers/{role}/{ip}/{api_port}` (N-36); the value is typed.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from neuron_di.types import Incarnation, Role, WorkerId, WorkerState
+from neuron_di.types import WORKER_ID_PATTERN, Incarnation, Role, WorkerId, WorkerState
 from neuron_di.wire.codec import Decoder
 from neuron_di.wire.legs import PeerAddress
 
@@ -21,7 +21,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's entry in the registry."""
 
     protocol_version: int
-    worker_id: WorkerId
+    worker_id: Annotated[WorkerId, msgspec.Meta(pattern=rf"\A{WORKER_ID_PATTERN}\Z")]
     incarnation: Incarnation
     role: Role
     state: WorkerState

@@ -10,7 +10,9 @@ from neuron_di.types import RequestId
 T = TypeVar("T")
 
 SIGNAL_BYTES_MAX = 8 << 20  # one message on the signal link, Ready of a million tokens included
-LEG_BYTES_MAX = (16 << 20) + (64 << 10)  # one leg's document: the client's body, and our fields
+# One leg's document: the client's body, and our fields. A schema is in it twice, as a tool and in
+# the grammar, there with its quotes escaped, and so are the ids of what was emitted.
+LEG_BYTES_MAX = (16 << 20) + (4 << 20)
 EVENT_BYTES_MAX = 16 << 20  # one event of a leg: a long prompt's report included
 
 # A request's id as it arrives. Workers remember many, so that none may be large.

@@ -49,13 +49,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How tokens are chosen and when a request ends. Checked by `request.check_sampling`.
 
     `seed` is set by whoever starts the request, so that both legs draw the same numbers.
-    `max_tokens` None means: as many as the context holds.
+    `max_tokens` None means: as many as the context holds. With `fits_context` more than that is
+    cut to it, where it is refused otherwise: nobody asked for so many.
     `logprobs` is the number of alternatives to report per token; None reports nothing.
     `logit_bias` is added to raw logits, `allowed_token_ids` (None: all) are the only ones that
     can be chosen, `bad_words` are never completed.
     """
 
     max_tokens: int | None = 16
+    fits_context: bool = False
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -95,7 +97,8 @@ class PromptOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `tools`, `documents` and `template_kwargs` go to the chat template. `add_special_tokens` None
     is the endpoint's default: yes for completions, no for chats, whose template writes them.
     `keep_last_tokens`: of a longer prompt only its last tokens are used. `report`: `Token.prompt`
-    comes with the first token, with logprobs of `logprobs` alternatives unless that is None.
+    comes with the first token, with logprobs of `logprobs` alternatives unless that is None;
+    `logprobs_param` is the client's field for it, which errors name.
     """
 
     tools: msgspec.Raw = JSON_NULL
@@ -107,6 +110,7 @@ class PromptOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     keep_last_tokens: int | None = None
     report: bool = False
     logprobs: int | None = None
+    logprobs_param: Literal["logprobs", "prompt_logprobs"] = "prompt_logprobs"
 
 
 class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -146,11 +150,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
-    """The chosen token and the most probable alternatives, best first."""
+class TokenLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The chosen token and the most probable alternatives, best first.
+
+    `rank` is the chosen one's among all tokens, from 1; only a prompt's report has it.
+    """
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
+    rank: int | None = None
 
 
 class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -169,6 +177,11 @@ class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_blocks: int = 0
     kv_bytes: int = 0
     transfer_s: float = 0.0
+
+
+# Logprobs of a request's prompts: their tokens times (1 + alternatives). Each takes memory at the
+# worker until token 0, and both sides' time.
+REPORTED_LOGPROBS_MAX = 65_536
 
 
 class PromptReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -106,6 +106,8 @@ class WorkerLegLink(asyncio.Protocol):
         self._tokens: list[PlainToken] = []
         self._events: list[tuple[int, LegEvent]] = []
         self._eventful: set[int] = set()  # legs with something in `_events`
+        # Legs that have a report of a prompt to say, and what follows it, once the proxy has read.
+        self._waiting: dict[int, list[LegEvent]] = {}
         self._is_flush_due = False
         self._has_ended = False
         self._num_silent = 0  # looks in a row at which nothing had come
@@ -114,7 +116,7 @@ class WorkerLegLink(asyncio.Protocol):
         self._watching: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """Send what was said, then end."""
+        """Send what was said, but for what waits until the proxy has read, then end."""
         self._flush()
         self._end_legs()
         self._transport.close()
@@ -125,6 +127,9 @@ class WorkerLegLink(asyncio.Protocol):
         A leg that is over is not heard any more.
         """
         if number not in self._ends:
+            return
+        if self._waiting and (waiting := self._waiting.get(number)) is not None:
+            waiting.append(event)
             return
         if type(event) is Token and _is_plain(event):
             if number in self._eventful:
@@ -142,6 +147,9 @@ class WorkerLegLink(asyncio.Protocol):
         if is_large and len(encode_msgpack(event)) > EVENT_BYTES_MAX:
             event = failed(TooLarge("the report of the prompt is too large", param="prompt"))
             self._ends[number]()
+        elif is_large and self._is_unread:  # a few of them would be more than may be unread
+            self._waiting[number] = [event]
+            return
         if isinstance(event, Finished | Released | Failed):
             del self._ends[number]
         self._eventful.add(number)
@@ -191,6 +199,11 @@ class WorkerLegLink(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_unread = False
+        self._num_unread = 0
+        while self._waiting and not self._is_unread:
+            number = next(iter(self._waiting))
+            for event in self._waiting.pop(number):
+                self.say(number, event)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._end_legs()
@@ -217,6 +230,7 @@ class WorkerLegLink(asyncio.Protocol):
             self._ends[number] = self._server.open_here(message.kind, message.document, say)
         elif isinstance(message, CloseLeg):
             end = self._ends.pop(message.number, None)
+            self._waiting.pop(message.number, None)
             if end is not None:
                 end()
 
@@ -246,6 +260,7 @@ class WorkerLegLink(asyncio.Protocol):
         self._server.links.discard(self)
         if self._watching is not None:
             self._watching.cancel()
+        self._waiting.clear()
         while self._ends:
             _, end = self._ends.popitem()
             end()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import uvloop
 
-from neuron_di.config import HandOverOptions, WorkerOptions
+from neuron_di.config import HandOverOptions, WorkerOptions, is_loopback
 from neuron_di.errors import ConfigError, LocalProtocolError
 from neuron_di.obs import LaunchReport, get_logger, say
 from neuron_di.registry import Announcer, RegistryClient
@@ -22,6 +22,11 @@ _log = get_logger(__name__)
 def run_worker(options: WorkerOptions) -> None:
     """Run one worker until SIGTERM or SIGINT; it drains first. ConfigError if it cannot start."""
     _check(options.hand_over)
+    if not options.insecure and not is_loopback(options.host):
+        raise ConfigError(
+            f"--host {options.host} can be reached from other machines, and a worker does whatever "
+            "it is asked: listen on loopback, or say --insecure where that network is trusted"
+        )
     if options.core is not None:
         _pin(options.core)
     is_child = options.parent_pid is not None

@@ -1,6 +1,7 @@
 """From a client's JSON to a request: tokenised once, off the event loop, and checked here."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,10 +21,11 @@ from neuron_di.request import (
 )
 from neuron_di.request.sampling import LOGPROBS_MAX
 from neuron_di.wire import PrefillLeg, PromptOptions, SamplingParams
+from neuron_di.wire.legs import REPORTED_LOGPROBS_MAX
 from neuron_di.worker.rule_thread import RuleThread
 
-# Logprobs of one prompt: its tokens times (1 + alternatives). Each takes memory until token 0.
-REPORTED_LOGPROBS_MAX = 65_536
+# JSON of one prompt. Longer ones are read one at a time: a tokenizer needs up to 200 times that.
+LONG_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -51,20 +53,28 @@ class PromptReader:
         self.context_tokens = context_tokens
         rules = RuleThread(tokenizer, num_vocab=num_vocab, eos_token_ids=eos_token_ids)
         self.rules_of = rules.rules_of
+        # More cannot fit: no text of so many bytes has as few tokens as the context holds.
+        self.text_bytes_max = context_tokens * tokenizer.token_bytes_max
+        self._long_prompts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-prompts")
         self._reasoning_tags = template_traits(tokenizer.chat_template_source).reasoning
 
     async def read(self, leg: PrefillLeg) -> Request:
         """Tokenise the prompt and check every number. BadRequest names the field."""
         loop = asyncio.get_running_loop()
-        # The tokeniser runs without the interpreter lock; a long prompt must not stop the loop.
-        prompt = await loop.run_in_executor(
-            None, self.read_prompt, leg.endpoint, leg.prompt, leg.options
-        )
         check_sampling(leg.sampling, self.num_vocab)
+        # The tokeniser runs without the interpreter lock; a long prompt must not stop the loop.
+        is_long = memoryview(leg.prompt).nbytes > LONG_BYTES
+        prompt = await loop.run_in_executor(
+            self._long_prompts if is_long else None,
+            self.read_prompt,
+            leg.endpoint,
+            leg.prompt,
+            leg.options,
+        )
         if not all(0 <= token < self.num_vocab for token in leg.emitted):
             raise BadRequest("an emitted token id is outside of the vocabulary", param="emitted")
         context_tokens = self.context_of(leg.context_tokens)
-        prompt = _shortened(prompt, leg.options.keep_last_tokens, leg.sampling, context_tokens)
+        prompt = _shortened(prompt, leg.options.keep_last_tokens)
         max_tokens = resolve_max_tokens(leg.sampling, len(prompt.token_ids), context_tokens)
         rules = await self.rules_of(leg.sampling)
         request = Request(
@@ -79,7 +89,7 @@ class PromptReader:
         )
         request.begins_in_reasoning = prompt.begins_in_reasoning
         if leg.options.report and not leg.emitted:  # else the client has it
-            request.prompt_wish = self._wish(prompt, leg.options.logprobs)
+            request.prompt_wish = self._wish(prompt, leg.options)
         return request
 
     def context_of(self, leg_context_tokens: int | None) -> int:
@@ -102,12 +112,17 @@ class PromptReader:
         raw_prompt: msgspec.Raw,
         options: PromptOptions,
     ) -> ReadPrompt:
-        """The ids of a whole prompt. Any thread; as long as the prompt is. BadRequest, TooLarge."""
+        """The ids of a prompt, before it is cut as `options` say. Any thread; it takes its time.
+
+        Of one that is to be cut, what cannot be kept may be gone. Raises BadRequest, also for what
+        is too long for any context that this worker has, or TooLarge.
+        """
         if endpoint == "chat":
             return self._read_chat(raw_prompt, options)
         prompt = _decoded(raw_prompt, "prompt")
         if not isinstance(prompt, str):
-            return ReadPrompt(self.checked_ids(prompt, "prompt"), None)
+            return ReadPrompt(self._bounded_ids(prompt, options), None)
+        prompt = self._bounded(prompt, options, "prompt")
         add_special_tokens = options.add_special_tokens is not False
         return ReadPrompt(
             self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt
@@ -124,6 +139,29 @@ class PromptReader:
             )
         return ids
 
+    def _bounded_ids(self, ids: object, options: PromptOptions) -> list[int]:
+        if isinstance(ids, list) and len(ids) > self.context_tokens:
+            if options.keep_last_tokens is None:
+                raise BadRequest(
+                    f"the prompt has {len(ids)} tokens, the context holds {self.context_tokens}",
+                    param="prompt",
+                )
+            ids = ids[-self.context_tokens :]
+        return self.checked_ids(ids, "prompt")
+
+    def _bounded(self, text: str, options: PromptOptions, param: str) -> str:
+        """The text, or its end if only that is used. Tokenising more costs time and memory."""
+        bytes_max = self.text_bytes_max
+        if len(text) <= bytes_max and len(text.encode("utf-8", "surrogatepass")) <= bytes_max:
+            return text
+        if options.keep_last_tokens is None:
+            raise BadRequest(
+                f"the prompt is longer than {bytes_max} bytes, which are more tokens than the "
+                f"{self.context_tokens} of the context",
+                param=param,
+            )
+        return text[-bytes_max:]
+
     def _read_chat(self, raw_messages: msgspec.Raw, options: PromptOptions) -> ReadPrompt:
         messages = _decoded(raw_messages, "messages")
         extras = ChatExtras(
@@ -133,23 +171,23 @@ class PromptReader:
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
         )
-        text = self.tokenizer.render_chat(messages, extras)
+        text = self._bounded(self.tokenizer.render_chat(messages, extras), options, "messages")
         token_ids = self.tokenizer.encode(
             text, add_special_tokens=options.add_special_tokens is True, param="messages"
         )
         continued = messages[-1].get("content") if options.continue_final_message else None
         return ReadPrompt(token_ids, text, is_in_reasoning(text, self._reasoning_tags, continued))
 
-    def _wish(self, prompt: ReadPrompt, num_top: int | None) -> PromptWish:
-        num_prompt = len(prompt.token_ids)
+    def _wish(self, prompt: ReadPrompt, options: PromptOptions) -> PromptWish:
+        num_prompt, num_top, param = len(prompt.token_ids), options.logprobs, options.logprobs_param
         if num_top is not None:
             if not 0 <= num_top <= LOGPROBS_MAX:
-                raise BadRequest(f"logprobs must be between 0 and {LOGPROBS_MAX}", param="logprobs")
+                raise BadRequest(f"{param} must be between 0 and {LOGPROBS_MAX}", param=param)
             if num_prompt * (num_top + 1) > REPORTED_LOGPROBS_MAX:
                 raise BadRequest(
                     f"the prompt has {num_prompt} tokens: with {num_top} alternatives each, their "
                     f"logprobs are more than the limit of {REPORTED_LOGPROBS_MAX}",
-                    param="logprobs",
+                    param=param,
                 )
         text = prompt.text
         if text is None:
@@ -157,16 +195,12 @@ class PromptReader:
         return PromptWish(text, num_top)
 
 
-def _shortened(
-    prompt: ReadPrompt, keep: int | None, sampling: SamplingParams, context_tokens: int
-) -> ReadPrompt:
-    """The prompt's last `keep` tokens; -1: as many as leave room for the answer."""
+def _shortened(prompt: ReadPrompt, keep: int | None) -> ReadPrompt:
+    """The prompt's last `keep` tokens; None: all."""
     if keep is None:
         return prompt
-    if keep == -1:
-        keep = max(context_tokens - (sampling.max_tokens or 1), 1)
     if keep < 1:
-        raise BadRequest("must be -1, or at least 1", param="truncate_prompt_tokens")
+        raise BadRequest("must be at least 1", param="truncate_prompt_tokens")
     if len(prompt.token_ids) <= keep:
         return prompt
     return ReadPrompt(prompt.token_ids[-keep:], None, prompt.begins_in_reasoning)

@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from neuron_di.errors import CapacityError, LocalProtocolError, NeuronDiError
+from neuron_di.errors import BadRequest, CapacityError, LocalProtocolError, NeuronDiError
 from neuron_di.obs import get_logger
 from neuron_di.wire import (
     Decoder,
@@ -47,6 +47,11 @@ def add_tokenize_routes(app: web.Application, prompts: PromptReader) -> None:
         )
 
     def detokenize(ask: DetokenizeIds) -> DetokenizedText:
+        if len(ask.tokens) > prompts.context_tokens:
+            raise BadRequest(
+                f"tokens has more ids than the {prompts.context_tokens} of the context",
+                param="tokens",
+            )
         token_ids = prompts.checked_ids(ask.tokens, "tokens")
         return DetokenizedText(prompts.tokenizer.decode(token_ids, skip_special_tokens=False))
 

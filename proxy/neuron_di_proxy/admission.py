@@ -29,6 +29,7 @@ QUEUE_PER_SLOT = 2
 QUEUE_MIN = 64
 SLOTS_UNKNOWN = 64  # taken where workers do not say, or where there are none yet
 LOOK_INTERVAL_S = 0.25  # between two looks at the number of slots
+BODY_LATE_S = 1.0  # a body that takes longer keeps nobody out
 
 # pushed out: refused after all, while it waited or its body was being read.
 TicketState = Literal["arrived", "waiting", "running", "pushed out", "closed"]
@@ -40,28 +41,38 @@ class Ticket:
     `state` and what follows it are the admission's.
     """
 
-    __slots__ = ("_admission", "account", "called", "cost", "num_places", "refusal", "state")
+    __slots__ = (
+        "_admission",
+        "account",
+        "arrived_s",
+        "called",
+        "cost",
+        "num_places",
+        "refusal",
+        "state",
+    )
 
     def __init__(self, admission: "Admission", account: TenantAccount) -> None:
         self._admission = admission
         self.state: TicketState = "arrived"
         self.account = account
+        self.arrived_s = now_s()
         self.num_places = 1
         self.cost = 1.0
         self.called: asyncio.Future[None] | None = None  # while somebody waits for its turn
         self.refusal: CapacityError | None = None  # why it was pushed out
 
-    def take(self, num_places: int, cost: float | None = None) -> None:
+    def take(self, num_places: int, cost: float) -> None:
         """Say how many answers the request is for, before its turn.
 
-        `cost` is what tenants share fairly, say tokens asked for; None: the answers. Raises
-        CapacityError when the request has been pushed out.
+        `cost` is what tenants share fairly: tokens. Raises CapacityError when the request has
+        been pushed out.
         """
         if self.refusal is not None:
             raise self.refusal
         assert self.state == "arrived", "a request says before its turn what it is for"
         self.num_places = num_places
-        self.cost = max(1.0, num_places if cost is None else cost)
+        self.cost = max(1.0, cost)
 
     async def turn(self, deadline: Deadline) -> None:
         """Return when the request may run. CapacityError at `deadline`, or when it is pushed out.
@@ -79,6 +90,10 @@ class Ticket:
         """Give back what the request has. At once; may be called twice."""
         if self.state != "closed":
             self._admission.end(self)
+
+    def is_reading(self, since_s: float) -> bool:
+        """Whether its body is not there yet, though its head was then."""
+        return self.state == "arrived" and self.arrived_s <= since_s
 
     async def _wait(self, deadline: Deadline) -> None:
         self.called = asyncio.get_running_loop().create_future()
@@ -211,15 +226,25 @@ class Admission:
         return account
 
     def _make_room(self, account: TenantAccount) -> None:
-        """Push out the youngest request of the tenant that crowds the queue, or refuse."""
+        """Push out the youngest request of the tenant that crowds the queue, or refuse.
+
+        A tenant's own request makes room, too, if its body is late: heads alone, which cost a
+        client nothing, fill no queue.
+        """
         error = CapacityError(
             f"{self.num_waiting} requests are waiting, which is the limit",
             retry_after_s=self.wait_s(),
         )
         most = max(self._crowd.values(), key=TenantAccount.crowding, default=account)
-        if most.crowding() <= account.crowding(1):
-            raise error
-        self._push_out(next(reversed(most.pending)), error)
+        if most.crowding() > account.crowding(1):
+            self._push_out(next(reversed(most.pending)), error)
+        else:
+            late = now_s() - BODY_LATE_S
+            slow = (each for each in account.pending if each.is_reading(since_s=late))
+            ticket = next(slow, None)
+            if ticket is None:
+                raise error
+            self._push_out(ticket, error)
         self._start_waiting()  # it may have been first, and too large
 
     def _push_out(self, ticket: Ticket, error: CapacityError) -> None:

@@ -29,10 +29,10 @@ class StreamedAnswer:
 
     def token(self, index: int, token: Token) -> None:
         reply = self._reply
-        if not reply.has_begun:
-            reply.begin(200, self._make_headers(), length=None)
         chunk = self._answer.chunk(token, index)
-        if chunk:
+        if not reply.has_begun:
+            reply.begin(200, self._make_headers(), length=None, first=chunk)
+        elif chunk:
             reply.write(chunk)
 
     def finished(self, index: int, finished: Finished) -> None:
@@ -44,8 +44,7 @@ class StreamedAnswer:
             self._reply.write(last)
             return
         all_finished = [self._finished[each] for each in range(len(self._records))]
-        self._reply.write(last + self._answer.usage_chunk(all_finished) + DONE)
-        self._reply.end()
+        self._reply.end(last + self._answer.usage_chunk(all_finished) + DONE)
 
 
 class WholeAnswer:
@@ -74,8 +73,7 @@ class WholeAnswer:
             return
         choices = [(given, self._finished[each]) for each, given in enumerate(self._tokens)]
         body = self._answer.whole(choices, continued_of(self._records))
-        self._reply.begin(200, self._make_headers(), length=len(body))
-        self._reply.write(body)
+        self._reply.begin(200, self._make_headers(), length=len(body), first=body)
         self._reply.end()
 
 

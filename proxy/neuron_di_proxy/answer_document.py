@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from neuron_di.clock import unix_s
+from neuron_di.request.sampling import LOGPROB_MIN
 from neuron_di.types import RequestId
 from neuron_di.wire import Finished, PromptReport, Token, TokenLogprob
 from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.receipts import Continued
-
-LOGPROB_MIN = -9999.0  # what OpenAI sends for a probability of zero; JSON has no infinity
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -190,13 +189,14 @@ def finite(item: TokenLogprob) -> float:
 
 
 def prompt_logprobs(prompt: PromptReport) -> list[Json | None]:
-    """The logprobs of a prompt, by token id. A rank is left out where it is not known."""
+    """The logprobs of a prompt, by token id."""
     entries: list[Json | None] = []
     for entry in prompt.logprobs or ():
         if entry is None:
             entries.append(None)
             continue
-        candidates = {str(entry.chosen.token_id): _candidate(entry.chosen)}
+        own = _candidate(entry.chosen) | {"rank": entry.rank}
+        candidates = {str(entry.chosen.token_id): own}
         for rank, item in enumerate(entry.top, start=1):
             candidates[str(item.token_id)] = _candidate(item) | {"rank": rank}
         entries.append(candidates)

@@ -8,38 +8,53 @@ Next: proxy/neuron_di_proxy/service.py
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import msgspec
-from hypercorn.typing import ASGISendCallable, ASGISendEvent
+from hypercorn.typing import (
+    ASGIReceiveCallable,
+    ASGISendCallable,
+    ASGISendEvent,
+    WebsocketScope,
+)
 from msgspec import structs
 from quart import Quart, Request, Response
 from quart import request as current_request
 from quart.asgi import ASGIHTTPConnection
-from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout
+from quart.typing import ResponseTypes
+from werkzeug.exceptions import (
+    HTTPException,
+    MethodNotAllowed,
+    RequestEntityTooLarge,
+    RequestTimeout,
+)
 
-from neuron_di.clock import unix_s
-from neuron_di.errors import ClientError, NeuronDiError
+from neuron_di.clock import Deadline, unix_s
+from neuron_di.errors import BadRequest, ClientError, NeuronDiError
 from neuron_di.obs import get_logger
 from neuron_di.version import __version__
 from neuron_di.wire import Failed
 from neuron_di_proxy.body_refusal import body_late, body_too_large, check_body_form
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
+from neuron_di_proxy.client_request import BYTES_PER_TOKEN
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.keys import authorize
 from neuron_di_proxy.metrics import CONTENT_TYPE
 from neuron_di_proxy.openapi import openapi_document
 from neuron_di_proxy.quart_reply import QuartReply
 from neuron_di_proxy.refusal import Refusal, refusal_of
+from neuron_di_proxy.request_head import check_headers
+from neuron_di_proxy.request_id import fresh_id
 from neuron_di_proxy.route import ModelNotFound
 from neuron_di_proxy.service import Exchange, Service, client_id_of
 from neuron_di_proxy.siblings import Siblings
-from neuron_di_proxy.status import HealthAnswer, report_health, report_status
-from neuron_di_proxy.tokenize import TokenizeKind, forward_tokenize
+from neuron_di_proxy.status import HealthAnswer, report_health, report_proxy, report_status
+from neuron_di_proxy.tenant import NOBODY
+from neuron_di_proxy.tokenize import TOKENIZE_BYTES_MAX, TokenizeKind, forward_tokenize
 
 _log = get_logger(__name__)
 
@@ -59,6 +74,33 @@ class ProxyRequest(Request):
         self.cleanup = AsyncExitStack()
         self.exchange: Exchange | None = None
         self.echoed_id = uuid4().hex  # or the client's own, once it was found good
+        self.fields: Mapping[str, str] = {}  # its headers, by lower-case name
+        self.tenant = NOBODY
+
+
+class NoWebsocket:
+    """Refuses a WebSocket: there are none here, with a key or without."""
+
+    def __init__(self, _: Quart, scope: WebsocketScope) -> None:
+        self._can_say_why = "websocket.http.response" in (scope.get("extensions") or {})
+
+    async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        await receive()  # websocket.connect
+        if not self._can_say_why:
+            await send({"type": "websocket.close", "code": 1000, "reason": None})
+            return
+        refusal = refusal_of(BadRequest("there are no WebSockets here"), fresh_id())
+        headers = [*refusal.headers, ("content-length", str(len(refusal.body)))]
+        await send(
+            {
+                "type": "websocket.http.response.start",
+                "status": refusal.status,
+                "headers": [(name.encode(), value.encode()) for name, value in headers],
+            }
+        )
+        await send(
+            {"type": "websocket.http.response.body", "body": refusal.body, "more_body": False}
+        )
 
 
 class ProxyConnection(ASGIHTTPConnection):
@@ -86,6 +128,7 @@ class Proxy(Quart):
     """The application. `service` does the work, and outlives every request."""
 
     asgi_http_class = ProxyConnection
+    asgi_websocket_class = NoWebsocket
     request_class = ProxyRequest
 
     def __init__(self, service: Service, siblings: Siblings) -> None:
@@ -99,6 +142,7 @@ class Proxy(Quart):
         self._started_unix_s = int(unix_s())
 
         self.before_request(self._check_head)
+        self.after_request(_echo_id)
         self.register_error_handler(Exception, self._answer_error)
         for path, endpoint in HOT_PATHS.items():
             self._route("POST", path, partial(self.generate, endpoint))
@@ -108,7 +152,9 @@ class Proxy(Quart):
         self._route("GET", "/v1/models/<path:model>", self.model)
         self._route("GET", "/v1/receipts/<answer_id>", self.receipt)
         self._route("GET", "/health", self.health)
+        self._route("GET", "/ping", self.health)
         self._route("GET", "/ready", self.ready)
+        self._route("GET", "/load", self.load)
         self._route("GET", "/version", self.version)
         self._route("GET", "/status", self.status)
         self._route("GET", "/metrics", self.metrics)
@@ -131,7 +177,9 @@ class Proxy(Quart):
 
     async def receipt(self, answer_id: str) -> Response:
         receipt = await self.siblings.receipt(answer_id)
-        if receipt is None:
+        tenant = _this_request().tenant
+        # Whose it is is nobody else's business: another tenant's is not there.
+        if receipt is None or not (tenant.is_operator or receipt.tenant == tenant.name):
             raise ReceiptNotFound(f"no receipt is kept for {answer_id!r}", param="id")
         return _json_response(receipt)
 
@@ -143,6 +191,11 @@ class Proxy(Quart):
         """Whether to send requests here. Degraded is ready."""
         is_ready = self._health().status != "unavailable"
         return _json_response({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def load(self) -> Response:
+        """How many requests are being answered: for load balancers."""
+        processes = [report_proxy(self.service.admission), *await self.siblings.statuses()]
+        return _json_response({"server_load": sum(each.num_running for each in processes)})
 
     async def version(self) -> Response:
         return _json_response({"version": __version__})
@@ -179,21 +232,30 @@ class Proxy(Quart):
 
     async def generate(self, endpoint: Endpoint) -> Response:
         request, service = _this_request(), self.service
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        exchange = request.exchange = service.open(endpoint, headers)
+        exchange = request.exchange = service.open(endpoint, request.fields)
         request.cleanup.callback(exchange.close)
-        check_body_form(headers)
+        check_body_form(request.fields)
         body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
         reply = QuartReply(service.config.front.ping_interval_s)
         answering = asyncio.create_task(exchange.answer(body, reply))
+        answering.add_done_callback(lambda _: reply.abort())  # one without an end is broken off
         request.cleanup.push_async_callback(_end, answering)
         await reply.head(answering)
         data = reply.whole() if reply.length is not None else _ending(reply, answering)
         return _response(Refusal(reply.status, reply.headers, b""), data)
 
     async def _forward_tokenize(self, kind: TokenizeKind) -> Response:
-        body = await _this_request().get_data(cache=False, as_text=False, parse_form_data=False)
-        service = self.service
+        request, service = _this_request(), self.service
+        ticket = service.admission.arrive(request.tenant)
+        request.cleanup.callback(ticket.close)
+        check_body_form(request.fields)
+        if (request.content_length or 0) > TOKENIZE_BYTES_MAX:
+            raise body_too_large(TOKENIZE_BYTES_MAX)
+        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        if len(body) > TOKENIZE_BYTES_MAX:
+            raise body_too_large(TOKENIZE_BYTES_MAX)
+        ticket.take(1, len(body) / BYTES_PER_TOKEN)
+        await ticket.turn(Deadline.after(service.limits.queue_timeout_s))
         return Response(
             await forward_tokenize(kind, body, service.router, service.client),
             content_type="application/json",
@@ -206,11 +268,12 @@ class Proxy(Quart):
 
     async def _check_head(self) -> None:
         request = _this_request()
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        request.echoed_id = client_id_of(headers) or request.echoed_id
+        assert request.scope is not None, "it came over ASGI"
+        request.fields = check_headers(list(request.scope["headers"]))
+        request.echoed_id = client_id_of(request.fields) or request.echoed_id
         # A request for tokens is asked for its key by `service.open`.
         if request.method != "POST" or request.path not in HOT_PATHS:
-            authorize(self.service.keys, request.path, headers)
+            request.tenant = authorize(self.service.keys, request.path, request.fields)
 
     async def _answer_error(self, error: Exception) -> Response:
         request = _this_request()
@@ -232,6 +295,9 @@ class Proxy(Quart):
             if request.method == "POST" and request.path in HOT_PATHS:
                 known = failed if isinstance(failed, Failed) else failure_of(failed)
                 self.service.metrics.count_refused(known.code)
+        if isinstance(error, MethodNotAllowed) and error.valid_methods:
+            allowed = ", ".join(sorted(error.valid_methods))
+            refusal = refusal._replace(headers=[*refusal.headers, ("allow", allowed)])
         if not is_read and request.http_version in ("1.0", "1.1"):
             headers = [*refusal.headers, ("connection", "close")]
             refusal = refusal._replace(headers=headers)
@@ -247,6 +313,11 @@ def _this_request() -> ProxyRequest:
     """The request that the running task serves."""
     assert isinstance(current_request, ProxyRequest), "the app makes its requests of this class"
     return current_request
+
+
+async def _echo_id(response: ResponseTypes) -> ResponseTypes:
+    response.headers.setdefault("x-request-id", _this_request().echoed_id)
+    return response
 
 
 async def _end(answering: "asyncio.Task[None]") -> None:

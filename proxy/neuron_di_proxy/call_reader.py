@@ -8,7 +8,8 @@
 
 Arguments are given on while they are written, byte for byte, as long as they can be JSON. Text is
 never lost: tags, and white space around calls, are dropped where a call was found, and
-everything else becomes content. So does a call that breaks before it was announced: no JSON, a
+everything else becomes content; but what a forced array (`array`) was cut to before its first
+call is no text. So does a call that breaks before it was announced: no JSON, a
 name that is not the client's, arguments that are no object. One that breaks later stays cut,
 what follows becomes content, and `all_whole` is false.
 """
@@ -60,6 +61,7 @@ class CallReader:
         self.num_calls = 0  # announced
         self.all_whole = True
         self._layout = _LAYOUTS[call_format]
+        self._is_forced = call_format == "array"
         self._names = names
         self._is_parallel = is_parallel
         self._place: _Place = "gap"
@@ -82,7 +84,9 @@ class CallReader:
             self.all_whole &= self._call.is_whole
         self._markup.append(self._held)
         self._held = ""
-        if self.num_calls == 0 or "".join(self._markup).strip(_SPACE):
+        if self._is_forced and self._place != "text":
+            self._markup.clear()
+        elif self.num_calls == 0 or "".join(self._markup).strip(_SPACE):
             self._give_up(parts)
 
     @property

@@ -79,9 +79,11 @@ class ChatWriter(ChoiceWriter):
         content = "".join(part.content for part in parts)
         reasoning = "".join(part.reasoning for part in parts)
         calls = [call for part in parts for call in part.calls]
+        tools = self._request.tools
+        is_forced = tools is not None and tools.choice != "auto"  # to call: it was cut before
         message: Json = {
             "role": "assistant",
-            "content": content if content or not (calls or reasoning) else None,
+            "content": content if content or not (calls or reasoning or is_forced) else None,
             "refusal": None,
         }
         if self._tags is not None:

@@ -50,6 +50,7 @@ def read_chat(body: bytes, *, choices_max: int, traits_of: TraitsOf) -> ClientRe
         fields,
         traits,
         max_tokens=max_tokens,
+        fits_context=max_tokens is None,
         logprobs=_logprobs(fields),
         grammar=_grammar(fields, tools, traits),
     )

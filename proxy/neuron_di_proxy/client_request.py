@@ -6,6 +6,9 @@ from neuron_di.wire import PromptOptions, SamplingParams
 from neuron_di_proxy.choice_request import AS_IT_IS, ChoiceRequest, Endpoint
 from neuron_di_proxy.tool_calls import ToolUse
 
+BYTES_PER_TOKEN = 4
+UNLIMITED_TOKENS = 256  # what an answer counts that may be as long as the context allows
+
 
 class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request. Each prompt is the client's own JSON, unread.
@@ -35,11 +38,25 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
 
+    @property
+    def cost(self) -> float:
+        """About how many tokens the request takes: what tenants share by their weights.
+
+        Known before anything is computed, so of prompts a token is taken to be four bytes, and
+        answers are taken to be as long as they may be. A prompt is computed once for all its
+        answers.
+        """
+        prompt_bytes = sum(memoryview(prompt).nbytes for prompt in self.prompts)
+        max_tokens = self.sampling.max_tokens or UNLIMITED_TOKENS
+        return prompt_bytes / BYTES_PER_TOKEN + max_tokens * self.num_choices
+
     def choice(self, index: int) -> ChoiceRequest:
         """The request for one choice. Answer j to a prompt is what n=1 gives with seed + j."""
         prompt_index, repeat = divmod(index, self.n)
-        sampling = self.sampling
+        sampling, options = self.sampling, self.options
         if repeat:
+            if options.report:  # the prompt's first answer brings it: see `SharedReports`
+                options = msgspec.structs.replace(options, report=False, logprobs=None)
             seed = (sampling.seed + repeat + (1 << 63)) % (1 << 64) - (1 << 63)  # stays an int64
             sampling = msgspec.structs.replace(sampling, seed=seed)
         return ChoiceRequest(
@@ -47,5 +64,5 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
             model=self.model,
             prompt=self.prompts[prompt_index],
             sampling=sampling,
-            options=self.options,
+            options=options,
         )

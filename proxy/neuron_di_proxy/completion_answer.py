@@ -25,8 +25,9 @@ class CompletionAnswer(Answer):
 class CompletionWriter(ChoiceWriter):
     """One choice. Its text begins with the prompt's if that is echoed."""
 
-    def __init__(self, request: ClientRequest, index: int) -> None:
+    def __init__(self, request: ClientRequest, index: int, alike: "AlikeOfPrompt") -> None:
         self._request = request
+        self._alike = alike
         self._index = index
         self._num_chars = 0  # of the text before the next token
         self._is_plain = not (
@@ -57,7 +58,7 @@ class CompletionWriter(ChoiceWriter):
         if request.echo and prompt is not None:
             text = prompt.text
             if logprobs is not None:
-                logprobs.add_prompt(prompt)
+                logprobs.add_all(self._alike.echoed(prompt, as_ids=request.tokens_as_ids))
         self._num_chars += len(text)
         shown = [] if request.drop_output else tokens
         for token in shown:
@@ -76,7 +77,7 @@ class CompletionWriter(ChoiceWriter):
             if prompt is not None:
                 choice["prompt_token_ids"] = prompt.token_ids
         if request.prompt_logprobs is not None and prompt is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(prompt)
+            choice["prompt_logprobs"] = self._alike.listed(prompt)
         return choice
 
     def _end(self, finished: Finished) -> Json:
@@ -85,25 +86,52 @@ class CompletionWriter(ChoiceWriter):
         return {"finish_reason": finished.reason, "stop_reason": finished.stop}
 
 
+class AlikeOfPrompt:
+    """What all answers to one prompt say of it: written once, of the report that they share."""
+
+    def __init__(self) -> None:
+        self._echoed: _Logprobs | None = None
+        self._listed: list[Json | None] | None = None
+
+    def echoed(self, prompt: PromptReport, *, as_ids: bool) -> "_Logprobs":
+        """Its tokens as the first ones of an answer that echoes it."""
+        if self._echoed is None:
+            self._echoed = _Logprobs(as_ids=as_ids)
+            self._echoed.add_prompt(prompt)
+        return self._echoed
+
+    def listed(self, prompt: PromptReport) -> list[Json | None]:
+        """Its logprobs as a list of their own."""
+        if self._listed is None:
+            self._listed = prompt_logprobs(prompt)
+        return self._listed
+
+
 class _Logprobs:
     """Parallel lists over tokens. An offset is where in the choice's text a token starts."""
 
     def __init__(self, *, as_ids: bool) -> None:
         self._as_ids = as_ids
-        self._tokens: list[str] = []
-        self._token_logprobs: list[float | None] = []
-        self._top_logprobs: list[dict[str, float] | None] = []
-        self._offsets: list[int] = []
+        self.tokens: list[str] = []
+        self.token_logprobs: list[float | None] = []
+        self.top_logprobs: list[dict[str, float] | None] = []
+        self.offsets: list[int] = []
 
     def add(self, entry: TokenLogprobs, offset: int) -> None:
-        self._tokens.append(token_name(entry.chosen, as_id=self._as_ids))
-        self._token_logprobs.append(finite(entry.chosen))
+        self.tokens.append(token_name(entry.chosen, as_id=self._as_ids))
+        self.token_logprobs.append(finite(entry.chosen))
         # Best last: where two candidates have the same text, the better one stays.
         candidates = (entry.chosen, *reversed(entry.top))
-        self._top_logprobs.append(
+        self.top_logprobs.append(
             {token_name(item, as_id=self._as_ids): finite(item) for item in candidates}
         )
-        self._offsets.append(offset)
+        self.offsets.append(offset)
+
+    def add_all(self, others: "_Logprobs") -> None:
+        self.tokens += others.tokens
+        self.token_logprobs += others.token_logprobs
+        self.top_logprobs += others.top_logprobs
+        self.offsets += others.offsets
 
     def add_prompt(self, prompt: PromptReport) -> None:
         """The tokens of an echoed prompt. The first has no logprob: nothing comes before it."""
@@ -117,10 +145,10 @@ class _Logprobs:
         # Offsets count characters, and a token may end inside of one.
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         first = characters.decode(text[: max(0, end)])
-        self._tokens.append(f"token_id:{prompt.token_ids[0]}" if self._as_ids else first)
-        self._token_logprobs.append(None)
-        self._top_logprobs.append(None)
-        self._offsets.append(0)
+        self.tokens.append(f"token_id:{prompt.token_ids[0]}" if self._as_ids else first)
+        self.token_logprobs.append(None)
+        self.top_logprobs.append(None)
+        self.offsets.append(0)
         offset = len(first)
         for entry in known:
             self.add(entry, offset)
@@ -129,11 +157,11 @@ class _Logprobs:
 
     def document(self) -> dict[str, Any] | None:
         """None when there is no token in it."""
-        if not self._tokens:
+        if not self.tokens:
             return None
         return {
-            "tokens": self._tokens,
-            "token_logprobs": self._token_logprobs,
-            "top_logprobs": self._top_logprobs,
-            "text_offset": self._offsets,
+            "tokens": self.tokens,
+            "token_logprobs": self.token_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "text_offset": self.offsets,
         }

@@ -8,7 +8,8 @@ import msgspec
 
 from neuron_di.errors import BadRequest
 from neuron_di.wire import PromptOptions
-from neuron_di_proxy.client_request import ClientRequest
+from neuron_di.wire.legs import REPORTED_LOGPROBS_MAX
+from neuron_di_proxy.client_request import BYTES_PER_TOKEN, ClientRequest
 from neuron_di_proxy.field_rules import (
     TraitsOf,
     choices_of,
@@ -47,6 +48,7 @@ def read_completion(body: bytes, *, choices_max: int, traits_of: TraitsOf) -> Cl
         fields,
         traits,
         max_tokens=1 if drop_output else max_tokens,
+        fits_context=fields.max_tokens is None,
         logprobs=fields.logprobs,
         grammar=grammar_of(fields),
     )
@@ -54,6 +56,9 @@ def read_completion(body: bytes, *, choices_max: int, traits_of: TraitsOf) -> Cl
     if keep_last is None:
         for prompt in prompts:
             _check_fits(prompt, traits)
+    prompt_logprobs = _prompt_logprobs(fields)
+    if prompt_logprobs is not None and len(prompts) > 1:
+        _check_reported(prompts, prompt_logprobs)
     include_usage, continuous_usage = usage_of(fields)
     return ClientRequest(
         endpoint="completions",
@@ -65,7 +70,8 @@ def read_completion(body: bytes, *, choices_max: int, traits_of: TraitsOf) -> Cl
             keep_last_tokens=keep_last,
             # The report says how many tokens the prompt has before the request is over.
             report=_needs_report(fields) or continuous_usage,
-            logprobs=_prompt_logprobs(fields),
+            logprobs=prompt_logprobs,
+            logprobs_param="logprobs" if fields.echo else "prompt_logprobs",
         ),
         n=n,
         stream=bool(fields.stream),
@@ -92,6 +98,20 @@ def _prompt_logprobs(fields: CompletionFields) -> int | None:
             "`prompt_logprobs` must equal `logprobs` where `echo` is true", param="prompt_logprobs"
         )
     return echoed if asked is None else asked
+
+
+def _check_reported(prompts: tuple[msgspec.Raw, ...], num_top: int) -> None:
+    """Refuse prompts with too many logprobs together. Of each alone its worker decides, exactly."""
+    num_tokens = sum(
+        memoryview(prompt).nbytes // BYTES_PER_TOKEN if _is_text(prompt) else _num_ids(prompt)
+        for prompt in prompts
+    )
+    if num_tokens * (num_top + 1) > REPORTED_LOGPROBS_MAX:
+        raise BadRequest(
+            f"the prompts have about {num_tokens} tokens: with {num_top} alternatives each, their "
+            f"logprobs are more than the limit of {REPORTED_LOGPROBS_MAX}",
+            param="prompt",
+        )
 
 
 def _split(prompt: msgspec.Raw, choices_max: int) -> tuple[msgspec.Raw, ...]:
@@ -156,11 +176,15 @@ def _first_item(prompt: msgspec.Raw) -> bytes:
     return found[1]
 
 
+def _num_ids(prompt: msgspec.Raw) -> int:
+    return bytes(prompt).count(b",") + 1
+
+
 def _check_fits(prompt: msgspec.Raw, traits: ModelTraits) -> None:
     """Refuse token ids that no worker holds. How many tokens a text has, only a worker knows."""
     if traits.context_tokens is None or _is_text(prompt):
         return
-    num_prompt = bytes(prompt).count(b",") + 1
+    num_prompt = _num_ids(prompt)
     if num_prompt >= traits.context_tokens:
         raise BadRequest(
             f"the prompt has {num_prompt} tokens, the context holds {traits.context_tokens}, "

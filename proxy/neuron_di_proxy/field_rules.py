@@ -14,9 +14,16 @@ import msgspec
 
 from neuron_di.errors import BadRequest, TooLarge
 from neuron_di.request import check_sampling
+from neuron_di.request.sampling import LOGIT_BIAS_MAX
 from neuron_di.wire import Grammar, SamplingParams
 from neuron_di_proxy.choice_request import Endpoint
-from neuron_di_proxy.json_object import explain, read_body, read_members
+from neuron_di_proxy.json_object import (
+    NAME_CHARS_MAX,
+    explain,
+    read_body,
+    read_members,
+    refuse_doubles,
+)
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.request_fields import (
     REFUSALS,
@@ -29,8 +36,6 @@ from neuron_di_proxy.request_fields import (
 )
 
 READ_BYTES_MAX = 1 << 20  # of the fields that are read here: they take the event loop's time
-LOGIT_BIAS_MAX = 1024
-NAME_CHARS_MAX = 64  # of an unknown field's name that an error repeats
 
 TraitsOf = Callable[[str], ModelTraits]
 Fields = TypeVar("Fields", bound=RequestFields)
@@ -76,6 +81,10 @@ def take_fields(
             f"the fields beside the prompt have more than {READ_BYTES_MAX} bytes", param=longest
         )
     try:
+        for piece in pieces:
+            if b"{" in piece:
+                name_text, _, value = piece.partition(b":")
+                refuse_doubles(value, name_text[1:-1].decode())
         return decoder.decode(b"{%b}" % b",".join(pieces)), unread
     except msgspec.ValidationError as error:
         raise explain(str(error)) from None
@@ -94,6 +103,7 @@ def sampling_of(
     traits: ModelTraits,
     *,
     max_tokens: int | None,
+    fits_context: bool,
     logprobs: int | None,
     grammar: Grammar | None,
 ) -> SamplingParams:
@@ -105,6 +115,7 @@ def sampling_of(
     sampling = SamplingParams(
         **same,
         max_tokens=max_tokens,
+        fits_context=fits_context,
         top_k=0 if fields.top_k in (None, -1) else fields.top_k,
         logprobs=logprobs,
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),

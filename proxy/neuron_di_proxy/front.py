@@ -12,7 +12,8 @@ import contextlib
 import socket
 import ssl
 
-from neuron_di.clock import now_s
+from neuron_di.clock import Deadline, now_s
+from neuron_di.obs import get_logger
 from neuron_di_proxy.front_connection import FrontConnection
 from neuron_di_proxy.front_sweep import NEVER, sweep_interval_s
 from neuron_di_proxy.hypercorn_side import HypercornSide
@@ -21,6 +22,8 @@ from neuron_di_proxy.request_head import RequestHead
 from neuron_di_proxy.service import Service
 
 BACKLOG = 4096
+
+_log = get_logger(__name__)
 
 
 class Front:
@@ -68,6 +71,12 @@ class Front:
     def drain(self) -> None:
         """Let each connection end with its next response."""
         self.is_draining = True
+
+    async def flush(self, deadline: Deadline) -> None:
+        """Wait until every client has taken what was written for it, or until the deadline."""
+        # Sockets do not say when they are empty.
+        while not deadline.has_passed() and any(c.num_unsent for c in self._connections):  # noqa: ASYNC110
+            await asyncio.sleep(min(self._interval_s, deadline.remaining_s()))
 
     async def stop(self, timeout_s: float) -> None:
         """Accept no more, and end every connection; busy ones have `timeout_s` for last words."""
@@ -129,5 +138,9 @@ class Front:
             await asyncio.sleep(self._interval_s)
             at_s = now_s()
             for connection in list(self._connections):
-                connection.sweep(at_s, self._silent_max)
+                try:
+                    connection.sweep(at_s, self._silent_max)
+                except Exception as error:  # a bug, and no reason to keep no deadline any more
+                    _log.exception("sweep_failed", raised=error)
+                    connection.abort()
             self._hypercorn.sweep(at_s)

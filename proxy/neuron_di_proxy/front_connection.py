@@ -20,9 +20,11 @@ from neuron_di_proxy.body_refusal import BodyLate, body_late, body_too_large, ch
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.chunked_body import ChunkedBody
 from neuron_di_proxy.front_sweep import NEVER
+from neuron_di_proxy.half_close import probe_listener
 from neuron_di_proxy.quart_exchange import QuartExchange
 from neuron_di_proxy.refusal import Refusal
 from neuron_di_proxy.request_head import HeadTooLarge, RequestHead, read_head
+from neuron_di_proxy.send_deadline import SendDeadline
 from neuron_di_proxy.service import Exchange, Service
 from neuron_di_proxy.socket_reply import SocketReply
 
@@ -30,10 +32,6 @@ PIPELINED_BYTES_MAX = 64 << 10  # of further requests, while one is answered
 LEAVING_TIMEOUT_S = 2.0  # for a client to read the last response while it still sends
 _EMPTY_LINES_MAX = 4  # before a request line
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-# A client that shut down its sending side may be gone, or still listen: only writing tells, the
-# first byte makes its host answer, and the next write fails.
-_PROBE_DELAYS_S = (0.2, 1.0, 5.0)  # the last one again and again
-_PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 _log = get_logger(__name__)
 
@@ -85,15 +83,17 @@ class FrontConnection(asyncio.Protocol):
         self._owner = owner
         self._service = owner.service
         self._options = owner.options
+        self._loop = asyncio.get_running_loop()
         self._received = bytearray()
         self._state = _State.HEAD
         self._deadline_s = now_s() + owner.options.header_timeout_s
-        self._full_deadline_s = NEVER
+        self._send_deadline = SendDeadline(owner.send_timeout_s)
         self._is_full = False  # what was written is not being taken
         self._is_paused = False  # more was sent than is wanted now
         self._is_idle = False  # between two requests
         self._is_tls = False
         self._has_eof = False
+        self._has_surplus = False  # more was sent than is kept, while a request was answered
         self._closes = False
         self._head: RequestHead | None = None
         self._exchange: Exchange | QuartExchange | None = None
@@ -116,20 +116,24 @@ class FrontConnection(asyncio.Protocol):
             self._hand_over()
 
     def data_received(self, data: bytes) -> None:
-        if self._state is _State.LEAVING or self._state is _State.GONE:
+        if self._state in (_State.LEAVING, _State.GONE) or self._has_surplus:
             return
         self._received += data
-        if self._state is _State.ANSWERING or self._is_full:
+        if self._state is _State.ANSWERING:
             self._bound_received()
-        else:
+        elif not self._is_full:
             self._go_on()
+        elif len(self._received) > PIPELINED_BYTES_MAX and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """Keep the connection only where an answer is still owed (TLS cannot)."""
+        """Keep the connection only where an answer is still owed (TLS and HTTP/1.0 cannot)."""
         self._has_eof = True
-        if self._state is not _State.ANSWERING or self._is_tls:
+        head, reply = self._head, self._reply
+        if reply is None or head is None or head.version == "1.0" or self._is_tls:
             return False
-        self._probe(self._reply, 0)
+        probe_listener(self._transport, reply)
         return True
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -143,13 +147,13 @@ class FrontConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_full = True
-        self._full_deadline_s = now_s() + self._owner.send_timeout_s
+        self._send_deadline.begin()
         if self._reply is not None:
             self._reply.is_full = True
 
     def resume_writing(self) -> None:
         self._is_full = False
-        self._full_deadline_s = NEVER
+        self._send_deadline.end()
         if self._reply is not None:
             self._reply.is_full = False
         if self._received:
@@ -159,9 +163,11 @@ class FrontConnection(asyncio.Protocol):
 
     def sweep(self, at_s: float, silent_max: float) -> None:
         """Look whether a deadline has passed, and whether a stream is silent for too long."""
-        if at_s >= self._full_deadline_s:
+        if self._is_full:
+            self._send_deadline.see(self.num_unsent, at_s)
+        if at_s >= self._send_deadline.at_s:
             self._transport.abort()
-        elif at_s >= self._deadline_s:
+        elif at_s >= self._deadline_s and not (self._state is _State.LEAVING and self._is_full):
             self._be_late()
         reply = self._reply
         if reply is not None and reply.is_streaming and not self._is_full:
@@ -170,8 +176,9 @@ class FrontConnection(asyncio.Protocol):
                 reply.ping()
 
     @property
-    def is_answering(self) -> bool:
-        return self._state is _State.ANSWERING
+    def num_unsent(self) -> int:
+        """Bytes that were written, and that the client has not taken."""
+        return self._transport.get_write_buffer_size()
 
     def close(self) -> None:
         """End the connection as soon as what it owes is written."""
@@ -201,7 +208,7 @@ class FrontConnection(asyncio.Protocol):
                 self._refuse(self._refusal(error), is_read=False)
             if self._state is state:
                 break
-        if self._is_paused and self._state in (_State.HEAD, _State.BODY, _State.LEAVING):
+        if self._is_paused and not self._is_full:
             self._is_paused = False
             self._transport.resume_reading()
 
@@ -214,7 +221,8 @@ class FrontConnection(asyncio.Protocol):
         if received.startswith(_HTTP2_PREFACE):
             self._hand_over()
             return
-        end = received.find(b"\r\n\r\n")
+        is_preface = _HTTP2_PREFACE.startswith(bytes(received[:25]))  # some of it
+        end = -1 if is_preface else received.find(b"\r\n\r\n")
         num_head_bytes = end + 4 if end >= 0 else len(received)
         bytes_max = self._options.header_bytes_max
         if num_head_bytes > bytes_max:
@@ -282,12 +290,12 @@ class FrontConnection(asyncio.Protocol):
     def _answer(self, body: bytes) -> None:
         assert self._head is not None
         assert self._exchange is not None
-        self._bound_received()
         self._chunks = None
         self._state = _State.ANSWERING
         self._deadline_s = NEVER
         self._reply = reply = self._new_reply(self._head)
-        self._task = asyncio.get_running_loop().create_task(self._exchange.answer(body, reply))
+        self._bound_received()
+        self._task = self._loop.create_task(self._exchange.answer(body, reply))
         self._task.add_done_callback(self._answered)
 
     def _new_reply(self, head: RequestHead | None) -> SocketReply:
@@ -310,7 +318,7 @@ class FrontConnection(asyncio.Protocol):
         if not reply.is_over:  # a bug: the client must not take it for an end
             self._transport.abort()
         elif self._closes or (self._has_eof and not self._received):
-            self._leave(is_read=True)
+            self._leave(is_read=not self._has_surplus)
         else:
             self._wait_for_head()
 
@@ -327,8 +335,7 @@ class FrontConnection(asyncio.Protocol):
         if not is_read and not self._closes:
             self._closes = True
             headers.append(("connection", "close"))
-        reply.begin(refusal.status, headers, length=len(refusal.body))
-        reply.write(refusal.body)
+        reply.begin(refusal.status, headers, length=len(refusal.body), first=refusal.body)
         reply.end()
         if self._closes:
             self._leave(is_read=is_read)
@@ -342,12 +349,14 @@ class FrontConnection(asyncio.Protocol):
         self._is_idle = True
         self._deadline_s = now_s() + self._options.keep_alive_s
         if self._received or self._is_paused:
-            asyncio.get_running_loop().call_soon(self._go_on)
+            self._loop.call_soon(self._go_on)
 
     def _bound_received(self) -> None:
-        if len(self._received) > PIPELINED_BYTES_MAX and not self._is_paused:
-            self._is_paused = True
-            self._transport.pause_reading()
+        # Reading goes on whatever comes during an answer: only that tells that the client left.
+        reply = self._reply  # one that is over was read before this came: then nothing is early
+        if len(self._received) > PIPELINED_BYTES_MAX and reply is not None and not reply.is_over:
+            self._received.clear()
+            self._has_surplus = self._closes = reply.closes = True
 
     def _leave(self, *, is_read: bool) -> None:
         """Let the client have what was written, then end the connection.
@@ -373,17 +382,6 @@ class FrontConnection(asyncio.Protocol):
             self._refuse(self._refusal(late), is_read=False)
         elif self._state is not _State.ANSWERING:
             self._transport.abort()
-
-    def _probe(self, reply: SocketReply | None, step: int) -> None:
-        """Find out whether a client that sends no more still listens to this reply."""
-        if reply is None or reply is not self._reply or self._state is not _State.ANSWERING:
-            return
-        if reply.is_streaming:
-            reply.ping()
-        elif not reply.has_begun and self._head is not None and self._head.version == "1.1":
-            self._transport.write(_PROBE)
-        delay_s = _PROBE_DELAYS_S[min(step, len(_PROBE_DELAYS_S) - 1)]
-        asyncio.get_running_loop().call_later(delay_s, self._probe, reply, step + 1)
 
     def _hand_over(self) -> None:
         received = bytes(self._received)

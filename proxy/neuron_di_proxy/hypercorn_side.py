@@ -15,6 +15,7 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Event, Updated
+from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.typing import ASGIFramework, LifespanState
 from hypercorn.utils import wrap_app
 
@@ -111,15 +112,42 @@ class _Held(TCPServer):
         super().__init__(*of_hypercorn)
         self.deadline_s = now_s() + options.header_timeout_s
         self._keep_alive_s = options.keep_alive_s
+        self._is_gone = False
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        # hypercorn would keep the connection, already left, until it has been idle for too long.
+        self._is_gone = True
+        await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
-        if isinstance(event, Updated):
-            self.deadline_s = now_s() + self._keep_alive_s if event.idle else NEVER
+        if self._is_gone and isinstance(event, Updated):
+            return
+        protocol = self.protocol.protocol
+        # Before, hypercorn takes HTTP/2's preface for a request of HTTP/1.1.
+        if isinstance(protocol, H2Protocol):
+            if not isinstance(protocol.streams, _Streams):
+                protocol.streams = _Streams(protocol.streams)
+            if isinstance(event, Updated):
+                self.deadline_s = now_s() + self._keep_alive_s if event.idle else NEVER
         await super().protocol_send(event)
 
     def abort(self) -> None:
         self.deadline_s = NEVER
         self.writer.transport.abort()
+
+
+class _Streams(dict[int, Any]):
+    """hypercorn's streams. A request that is refused early may still send its body: it is dropped,
+    where hypercorn would end the connection with a KeyError."""
+
+    def __missing__(self, _: int) -> "_EndedStream":
+        return _EndedStream()
+
+
+class _EndedStream:
+    async def handle(self, event: object) -> None:
+        """Drop what comes too late."""
 
 
 class _Feeding(asyncio.StreamReaderProtocol):

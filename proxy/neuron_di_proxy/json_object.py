@@ -5,16 +5,23 @@ that comes twice is refused. That is seen while the object is taken apart: each 
 once, values are only passed over.
 """
 
+import json
 import re
-from functools import cache
+from functools import cache, partial
 from types import GenericAlias
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
 from neuron_di.errors import BadRequest
 
 FIELDS_MAX = 256  # of one request
+NAME_CHARS_MAX = 64  # of a client's name that an error repeats
+
+# One of a surrogate pair's two escapes, without the other.
+_HALF_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
+)
 
 Value = TypeVar("Value")
 
@@ -45,6 +52,8 @@ def read_body(body: bytes) -> dict[str, msgspec.Raw]:
     except UnicodeDecodeError:
         raise BadRequest("the body is not valid JSON: it is not UTF-8") from None
     except msgspec.DecodeError as error:
+        if _HALF_SURROGATE.search(body):  # which the decoder has many names for
+            raise BadRequest("the body is not valid JSON: it holds half of a character") from None
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
@@ -58,7 +67,8 @@ def read_members(
     Raises BadRequest when a name comes twice or there are more than `count_max`, and what
     msgspec raises when `raw` is no object of such values.
     """
-    return _reader_of(value_type).read(raw, count_max, param)
+    reader: _MembersReader[Value] = _reader_of(cast("Any", value_type))
+    return reader.read(raw, count_max, param)
 
 
 class _MembersReader(Generic[Value]):
@@ -72,9 +82,7 @@ class _MembersReader(Generic[Value]):
         self._count_max = 0
         self._param: str | None = None
 
-    def read(
-        self, raw: bytes | msgspec.Raw, count_max: int, param: str | None
-    ) -> dict[str, Value]:
+    def read(self, raw: bytes | msgspec.Raw, count_max: int, param: str | None) -> dict[str, Value]:
         self._seen.clear()
         self._count_max, self._param = count_max, param
         try:
@@ -87,7 +95,7 @@ class _MembersReader(Generic[Value]):
         # Raised at once: a body of a million names is not read to its end.
         seen, param = self._seen, self._param
         if name in seen:
-            raise _Refused(BadRequest(f"`{param or name}` is given twice", param=param or name))
+            raise _Refused(_given_twice(name, param))
         if len(seen) == self._count_max:
             whole = "the body" if param is None else f"`{param}`"
             raise _Refused(
@@ -97,7 +105,30 @@ class _MembersReader(Generic[Value]):
         return _Name(name)
 
 
-_reader_of = cache(_MembersReader)
+def refuse_doubles(value: bytes, param: str) -> None:
+    """Raise BadRequest where a name comes twice in any object of the JSON that `param` is."""
+    look = partial(_look_for_doubles, param)
+    json.loads(value, object_pairs_hook=look, parse_int=len, parse_float=len)
+
+
+def _look_for_doubles(param: str, members: list[tuple[str, object]]) -> None:
+    seen: set[str] = set()
+    for name, _ in members:
+        if name in seen:
+            raise _given_twice(name, param)
+        seen.add(name)
+
+
+def _given_twice(name: str, param: str | None) -> BadRequest:
+    name = name[:NAME_CHARS_MAX]
+    if param is None:
+        return BadRequest(f"`{name}` is given twice", param=name)
+    return BadRequest(f"`{param}` has `{name}` twice", param=param)
+
+
+@cache
+def _reader_of(value_type: Any) -> _MembersReader[Any]:
+    return _MembersReader(value_type)
 
 
 def explain(text: str) -> BadRequest:

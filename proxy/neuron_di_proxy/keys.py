@@ -25,7 +25,7 @@ from neuron_di_proxy.tenant import EVERYBODY, Tenant
 __all__ = ["LOOK_INTERVAL_S", "OPEN_PATHS", "OPERATOR_PATHS", "Keys", "Tenant", "authorize"]
 
 LOOK_INTERVAL_S = 1.0  # between two looks at whether the file changed
-OPEN_PATHS = frozenset({"/health", "/ready"})  # what load balancers ask, who have no key
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})  # what load balancers ask, who have no key
 OPERATOR_PATHS = frozenset({"/metrics", "/status"})  # they show every tenant's doings
 
 _NO_DIGEST = "0" * 64  # compared with where there is no key

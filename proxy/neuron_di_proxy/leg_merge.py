@@ -43,6 +43,13 @@ _EVENTS: Mapping[tuple[Side, type], LaunchEvent] = {
     ("decode", Finished): LaunchEvent.DECODE_FINISHED,
 }
 _PREFILL_LAST_WORDS = (Exception, Released)
+_WITH_RECEIPT = (Finished, Released)
+
+# Names of their own: to look a member up in its Enum takes longer than what is done with it.
+_DECODE_TOKEN, _PARKED = LaunchEvent.DECODE_TOKEN, LaunchState.PARKED
+_EMIT, _FINISH, _FAIL = LaunchAction.EMIT, LaunchAction.FINISH, LaunchAction.FAIL
+_KEEP_RECEIPT, _HOLD_BACK = LaunchAction.KEEP_RECEIPT, LaunchAction.HOLD_BACK
+_ONLY_EMIT = (_EMIT,)
 
 
 class Running(ABC):
@@ -227,7 +234,7 @@ class PairOfLegs(Running):
         self.speaker, said = heard
         is_decode = heard.side == "decode"
         self._state, actions = launch_step(self._state, event)
-        if LaunchAction.HOLD_BACK in actions:
+        if _HOLD_BACK in actions:
             self._held[heard.side] = heard
             if not is_decode:
                 self._denied_s = now_s() + DENIED_TIMEOUT_S
@@ -245,15 +252,15 @@ class PairOfLegs(Running):
             self._attempt.is_parked = True
             self._attempt.num_prompt, self._attempt.num_cached = said.num_prompt, said.num_cached
             self.praise()
-        if LaunchAction.FAIL in actions:
+        if _FAIL in actions:
             assert isinstance(said, Exception), "only a failure fails"
             raise said
-        if LaunchAction.KEEP_RECEIPT in actions:
+        if _KEEP_RECEIPT in actions:
             self._keep_receipt(heard)
-            if self._state is LaunchState.PARKED:  # decode has the KV, and owes a token
+            if self._state is _PARKED:  # decode has the KV, and owes a token
                 self._stall_s = now_s() + self._stall_timeout_s
                 self.wake_by(self._stall_s)
-        if LaunchAction.EMIT in actions:
+        if _EMIT in actions:
             assert isinstance(said, Token), "only tokens are given"
             if is_decode:
                 self._relay(said)
@@ -261,7 +268,7 @@ class PairOfLegs(Running):
                 self.praise()
             else:  # which has not parked yet
                 self.give(said)
-        if LaunchAction.FINISH in actions:
+        if _FINISH in actions:
             assert isinstance(said, Finished), "only this finishes"
             self.complete(said)
             self._finish(said, is_decode=is_decode)
@@ -274,7 +281,7 @@ class PairOfLegs(Running):
         self.give(token)
 
     def _keep_receipt(self, heard: Heard) -> None:
-        assert isinstance(heard.said, Finished | Released), "only these have receipts"
+        assert isinstance(heard.said, _WITH_RECEIPT), "only these have receipts"
         if heard.side == "prefill":
             self._attempt.prefill = heard.said.receipt
         else:
@@ -306,8 +313,8 @@ class PairOfLegs(Running):
 
 def is_steady(state: LaunchState) -> bool:
     """True where a decode worker's token is emitted, and nothing else happens, by the table."""
-    step = LAUNCH.get((state, LaunchEvent.DECODE_TOKEN))
-    return step is not None and step.state is state and step.actions == (LaunchAction.EMIT,)
+    step = LAUNCH.get((state, _DECODE_TOKEN))
+    return step is not None and step.state is state and step.actions == _ONLY_EMIT
 
 
 def _event_of(heard: Heard) -> LaunchEvent:

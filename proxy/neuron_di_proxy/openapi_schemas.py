@@ -291,6 +291,7 @@ _ANSWERS: dict[str, _Json] = {
     "Receipt": _object({"request_id": _TEXT}),
     "Health": _object({"status": {"enum": ["ok", "degraded", "unavailable"]}}),
     "Ready": _object({"ready": {"type": "boolean"}}),
+    "Load": _object({"server_load": {"type": "integer", "minimum": 0}}),
     "Version": _object({"version": _TEXT}),
     "Status": _ANY_OBJECT,
     "Document": _object({"openapi": _TEXT, "paths": _ANY_OBJECT}),

@@ -7,8 +7,10 @@ Next: proxy/neuron_di_proxy/app.py
 """
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any, cast
 from urllib.parse import unquote
+
+from hypercorn.typing import ASGIFramework
 
 from neuron_di_proxy.choice_request import HOT_PATHS
 from neuron_di_proxy.keys import authorize
@@ -18,17 +20,11 @@ from neuron_di_proxy.request_head import RequestHead
 from neuron_di_proxy.service import Service
 
 
-class AsgiApp(Protocol):
-    """An application of ASGI 3."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None: ...
-
-
 class QuartExchange:
     """From a request's head to its end. Used like the service's own `Exchange`."""
 
     def __init__(
-        self, app: AsgiApp, service: Service, head: RequestHead, transport: asyncio.Transport
+        self, app: ASGIFramework, service: Service, head: RequestHead, transport: asyncio.Transport
     ) -> None:
         self._app = app
         self._service = service
@@ -44,13 +40,18 @@ class QuartExchange:
     async def answer(self, body: bytes, reply: Reply) -> None:
         """Let the application answer. Cancelling tells it that the client has left."""
         call = _Call(body, reply, has_body=self._head.method != "HEAD")
-        running = asyncio.ensure_future(self._app(self._scope(), call.receive, call.send))
+        running = asyncio.create_task(self._run(call))
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
             call.has_left.set()
             await asyncio.wait((running,))
             raise
+
+    async def _run(self, call: "_Call") -> None:
+        await self._app(
+            cast("Any", self._scope()), cast("Any", call.receive), cast("Any", call.send)
+        )
 
     def refuse(self, error: Exception) -> Refusal:
         """The response for a request that the application does not see."""
@@ -75,11 +76,16 @@ class QuartExchange:
                 (name.encode("latin-1"), value.encode("latin-1"))
                 for name, value in head.headers.items()
             ],
-            "client": transport.get_extra_info("peername")[:2],
-            "server": transport.get_extra_info("sockname")[:2],
+            "client": _address(transport, "peername"),
+            "server": _address(transport, "sockname"),
             "state": {},
             "extensions": {},
         }
+
+
+def _address(transport: asyncio.Transport, name: str) -> tuple[str, int]:
+    found = transport.get_extra_info(name) or ("", 0)  # a client that has left may have none
+    return found[0], found[1]
 
 
 class _Call:

@@ -5,10 +5,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 
 from neuron_di.errors import LocalProtocolError
-from neuron_di_proxy.reply import Headers
-
-UNREAD_BYTES_MAX = 4 << 20  # of an answer that its client does not take
-PING = b": ping\n\n"  # an SSE comment: it keeps connections open that middle boxes think idle
+from neuron_di_proxy.reply import LARGE_PIECE_BYTES, PING, UNREAD_BYTES_MAX, Headers
 
 
 class QuartReply:
@@ -24,28 +21,38 @@ class QuartReply:
         self.length: int | None = None
         self._ping_interval_s = ping_interval_s or None
         self._unread: deque[bytes] = deque()
-        self._num_unread_bytes = 0
+        self._num_unread_bytes = 0  # of pieces that are not large
         self._is_over = False
         self._is_broken = False
         self._changed = asyncio.Event()
 
-    def begin(self, status: int, headers: Headers, *, length: int | None) -> None:
+    def begin(
+        self, status: int, headers: Headers, *, length: int | None, first: bytes = b""
+    ) -> None:
         self.has_begun = True
         self.status, self.headers, self.length = status, headers, length
         self._changed.set()
+        if first:
+            self.write(first)
 
     def write(self, data: bytes) -> None:
         self._unread.append(data)
-        self._num_unread_bytes += len(data)
+        if len(data) <= LARGE_PIECE_BYTES:
+            self._num_unread_bytes += len(data)
         if self._num_unread_bytes > UNREAD_BYTES_MAX and self.length is None:
             self.abort()
         self._changed.set()
 
-    def end(self) -> None:
+    def end(self, last: bytes = b"") -> None:
+        if last:
+            self.write(last)
         self._is_over = True
         self._changed.set()
 
     def abort(self) -> None:
+        """Break the response off, unless it is complete: the client must see that it is not."""
+        if self._is_over:
+            return
         self._is_broken = True
         self._changed.set()
 
@@ -71,10 +78,11 @@ class QuartReply:
         while True:
             while self._unread and not self._is_broken:
                 piece = self._unread.popleft()
-                self._num_unread_bytes -= len(piece)
+                if len(piece) <= LARGE_PIECE_BYTES:
+                    self._num_unread_bytes -= len(piece)
                 yield piece
             if self._is_broken:
-                raise ConnectionAbortedError("the client does not read its answer")
+                raise ConnectionAbortedError("the answer was broken off")
             if self._is_over:
                 return
             self._changed.clear()

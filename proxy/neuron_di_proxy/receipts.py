@@ -10,6 +10,7 @@ from neuron_di.clock import now_s
 from neuron_di.types import FinishReason, RequestId, WorkerId
 from neuron_di.wire import Finished, LegReceipt, Token
 from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.tenant import EVERYBODY
 
 RECEIPTS_MAX = 1000
 
@@ -45,6 +46,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: RequestId
+    tenant: str = EVERYBODY.name  # whose it is; nobody else but operators may see it
     attempt: int | None  # the last one's number; None: no worker was ever found
     model: str
     prefill_worker: WorkerId | None
@@ -74,6 +76,7 @@ class RequestRecord:
 
     request_id: RequestId
     model: str
+    tenant: str = EVERYBODY.name
     accepted_s: float = field(default_factory=now_s)
     arrived_s: float | None = None  # its head was here; None: it did not wait
     first_token_s: float | None = None
@@ -126,6 +129,7 @@ class RequestRecord:
                 itl_mean_s = (self.last_token_s - self.first_token_s) / (len(self.emitted) - 1)
         return Receipt(
             request_id=self.request_id,
+            tenant=self.tenant,
             attempt=last.number if last else None,
             model=self.model,
             prefill_worker=prefill_worker.worker_id if prefill_worker else None,

@@ -7,6 +7,10 @@ request knows this protocol only, so that both write the same.
 from collections.abc import Sequence
 from typing import Protocol
 
+UNREAD_BYTES_MAX = 4 << 20  # of a stream that its client does not take, beside its large pieces
+LARGE_PIECE_BYTES = 64 << 10  # a piece of more is a prompt's report, of which a choice has one
+PING = b": ping\n\n"  # an SSE comment: it keeps connections open that middle boxes think idle
+
 Headers = Sequence[tuple[str, str]]  # lower-case names, in the order they are sent
 
 
@@ -20,18 +24,19 @@ class Reply(Protocol):
 
     has_begun: bool
 
-    def begin(self, status: int, headers: Headers, *, length: int | None) -> None:
-        """Send the head. `length` is the body's; None: it is streamed, as long as it takes."""
+    def begin(
+        self, status: int, headers: Headers, *, length: int | None, first: bytes = b""
+    ) -> None:
+        """Send the head, with the `first` piece of the body if that is there.
+
+        `length` is the whole body's; None: it is streamed, as long as it takes.
+        """
         ...
 
     def write(self, data: bytes) -> None:
         """Send a piece of the body. Of a stream, each piece is one or more whole SSE events."""
         ...
 
-    def end(self) -> None:
-        """The body is complete."""
-        ...
-
-    def abort(self) -> None:
-        """Break the connection off: the body is not complete, and the client must see that."""
+    def end(self, last: bytes = b"") -> None:
+        """Send the `last` piece, if there is one: the body is complete."""
         ...

@@ -4,6 +4,7 @@ What a proxy before us could take for another message is refused: bare line ends
 length beside a transfer coding, codings we do not undo.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import httptools
@@ -63,7 +64,7 @@ def read_head(raw: bytes) -> RequestHead:
     if num_lines != raw.count(b"\n") or num_lines != raw.count(b"\r"):
         raise BadRequest("a line of the request's head ends in other bytes than CR LF")
     if num_lines - 2 > HEADERS_MAX:
-        raise HeadTooLarge(f"a request has at most {HEADERS_MAX} headers")
+        raise _too_many()
     fields = _Fields()
     parser = httptools.HttpRequestParser(fields)
     try:
@@ -75,15 +76,7 @@ def read_head(raw: bytes) -> RequestHead:
     version = _VERSIONS.get(parser.get_http_version())
     if not fields.is_complete or version is None:
         raise BadRequest("the request is not HTTP/1.0 or HTTP/1.1")
-    headers: dict[str, str] = {}
-    for raw_name, value in fields.headers:
-        name = raw_name.decode("ascii").lower()
-        if name not in headers:
-            headers[name] = value.decode("latin-1")
-        elif name in _ONCE:
-            raise BadRequest(f"the header {name} is there twice")
-        else:
-            headers[name] += ", " + value.decode("latin-1")
+    headers = _joined(fields.headers)
     if version == "1.1" and "host" not in headers:
         raise BadRequest("the header Host is missing")
     return RequestHead(
@@ -95,6 +88,35 @@ def read_head(raw: bytes) -> RequestHead:
         keeps_alive=version == "1.1" and "close" not in _tokens(headers.get("connection")),
         wants_continue=version == "1.1" and "expect" in headers,
     )
+
+
+def check_headers(raw: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Read the headers of a request whose head somebody else took apart, by the same rules.
+
+    Returns them by lower-case name. Raises BadRequest or HeadTooLarge.
+    """
+    if len(raw) > HEADERS_MAX:
+        raise _too_many()
+    headers = _joined(raw)
+    _body_bytes(headers, "1.1")
+    return headers
+
+
+def _joined(raw: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for raw_name, value in raw:
+        name = raw_name.decode("latin-1").lower()
+        if name not in headers:
+            headers[name] = value.decode("latin-1")
+        elif name in _ONCE:
+            raise BadRequest(f"the header {name} is there twice")
+        else:
+            headers[name] += ", " + value.decode("latin-1")
+    return headers
+
+
+def _too_many() -> HeadTooLarge:
+    return HeadTooLarge(f"a request has at most {HEADERS_MAX} headers")
 
 
 def _tokens(value: str | None) -> list[str]:

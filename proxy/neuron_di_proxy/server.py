@@ -1,10 +1,11 @@
 """Serves the proxy on a socket that is already bound: the front, and hypercorn behind it."""
 
 import asyncio
-import ipaddress
 import socket
 import ssl
 
+from neuron_di.clock import Deadline
+from neuron_di.config import is_loopback
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
 from neuron_di_proxy.app import create_app
@@ -109,17 +110,19 @@ async def serve(
         try:
             await shutdown.wait()
             front.drain()
-            await _drain(service)
+            deadline = Deadline.after(config.limits.drain_timeout_s)
+            await _drain(service, deadline)
+            await front.flush(deadline)
         finally:
             await front.stop(LAST_WORDS_TIMEOUT_S)
 
 
-async def _drain(service: Service) -> None:
+async def _drain(service: Service, deadline: Deadline) -> None:
     admission = service.admission
     admission.drain()
     _log.info("drain", running=admission.num_running)
     try:
-        async with asyncio.timeout(service.limits.drain_timeout_s):
+        async with asyncio.timeout(deadline.remaining_s()):
             await admission.wait_idle()
     except TimeoutError:
         _log.warning("drain_timeout", running=admission.num_running)
@@ -127,18 +130,17 @@ async def _drain(service: Service) -> None:
 
 
 def _check_exposure(config: ProxyConfig) -> None:
-    """Refuse to serve whoever can connect where that may be anybody."""
+    """Refuse to serve whoever can connect where that may be anybody. Warn of keys in the clear."""
     front = config.front
-    if front.api_keys is None and not front.insecure and not _is_loopback(config.host):
+    if front.api_keys is not None and front.tls_cert is None and not is_loopback(config.host):
+        _log.warning(
+            "keys_in_the_clear",
+            host=config.host,
+            reason="API keys cross the network readable: give --tls-cert, unless whatever is in "
+            "front of this speaks TLS",
+        )
+    if front.api_keys is None and not front.insecure and not is_loopback(config.host):
         raise ConfigError(
             f"{config.host} can be reached from other machines, and no API keys are set: give "
             "--api-keys FILE (`neuron-di key` makes one), or --insecure to serve everybody"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address. A name may resolve to anything."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -25,7 +25,7 @@ from neuron_di.wire import Failed
 from neuron_di_proxy.admission import Admission, Ticket
 from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer, continued_of
 from neuron_di_proxy.choice_request import Endpoint
-from neuron_di_proxy.choices import Choice, choice_id, run_choices
+from neuron_di_proxy.choices import Choice, ChoiceSink, choice_id, run_choices
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.health import Health, HealthReport
@@ -41,6 +41,7 @@ from neuron_di_proxy.reply import Headers, Reply
 from neuron_di_proxy.request_id import fresh_id
 from neuron_di_proxy.route import Directory, Router
 from neuron_di_proxy.self_test import PairBook, PairResult, SelfTest
+from neuron_di_proxy.shared_reports import SharedReports
 from neuron_di_proxy.trace_context import TraceContext
 from neuron_di_proxy.tracing import Tracing
 from neuron_di_proxy.worker_client import WorkerClient
@@ -225,7 +226,7 @@ class Exchange:
                 body, choices_max=service.limits.choices_max, traits_of=service.traits
             )
             wanted = self._within_tenants_limits(wanted)
-            self._ticket.take(wanted.num_choices)
+            self._ticket.take(wanted.num_choices, wanted.cost)
         except NeuronDiError as error:
             self._service.metrics.count_refused(failure_of(error).code)
             raise
@@ -244,10 +245,12 @@ class Exchange:
             counts.num_waiting -= wanted.num_choices
 
     def _within_tenants_limits(self, wanted: ClientRequest) -> ClientRequest:
-        max_tokens = self._tenant.cap_tokens(wanted.sampling.max_tokens)
-        if max_tokens == wanted.sampling.max_tokens:
+        sampling = wanted.sampling
+        is_asked = not sampling.fits_context
+        max_tokens = self._tenant.cap_tokens(sampling.max_tokens, is_asked=is_asked)
+        if max_tokens == sampling.max_tokens:
             return wanted
-        sampling = msgspec.structs.replace(wanted.sampling, max_tokens=max_tokens)
+        sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         return msgspec.structs.replace(wanted, sampling=sampling)
 
     async def _run(self, wanted: ClientRequest, reply: Reply) -> None:
@@ -256,6 +259,7 @@ class Exchange:
             RequestRecord(
                 request_id=choice_id(self.request_id, index),
                 model=wanted.model,
+                tenant=self._tenant.name,
                 arrived_s=self._arrived_s,
             )
             for index in range(num_choices)
@@ -263,7 +267,9 @@ class Exchange:
         answer = answer_to(wanted, self.request_id, service.traits(wanted.model))
         kind = StreamedAnswer if wanted.stream else WholeAnswer
         content_type = "text/event-stream" if wanted.stream else "application/json"
-        sink = kind(answer, records, reply, partial(self._headers, content_type))
+        sink: ChoiceSink = kind(answer, records, reply, partial(self._headers, content_type))
+        if wanted.n > 1 and wanted.options.report:
+            sink = SharedReports(sink, wanted.n)
         counts = service.metrics.of(wanted.model)
         choices: list[Choice] = []
         for index, record in enumerate(records):
@@ -300,13 +306,11 @@ class Exchange:
         not the end.
         """
         if reply.has_begun:
-            reply.write(stream_error(error))
-            reply.end()
+            reply.end(stream_error(error))
             return
         refusal = refusal_of(error, self.echoed_id)
         headers = [*refusal.headers, *_route_headers(self._records)]
-        reply.begin(refusal.status, headers, length=len(refusal.body))
-        reply.write(refusal.body)
+        reply.begin(refusal.status, headers, length=len(refusal.body), first=refusal.body)
         reply.end()
 
     def _headers(self, content_type: str) -> Headers:

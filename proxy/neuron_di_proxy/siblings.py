@@ -1,7 +1,7 @@
 """What the processes of one proxy tell each other, so that any of them can answer for all.
 
-Each listens on a socket of its own in a private folder. A question is one line, the answer is
-all that comes until the end; nothing comes for what is not known.
+Each listens on a socket of its own in a private folder. A question is one line, the answer its
+length in one line and then itself; it is empty for what is not known.
 """
 
 import asyncio
@@ -97,7 +97,8 @@ class Siblings:
         with contextlib.suppress(ConnectionError, ValueError, TimeoutError):
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 question = (await reader.readline()).decode().strip()
-                writer.write(self._answer(question))
+                answer = self._answer(question)
+                writer.write(b"%d\n%b" % (len(answer), answer))
                 await writer.drain()
         writer.close()
 
@@ -120,8 +121,9 @@ async def _ask(path: Path, question: str) -> bytes:
             reader, writer = await asyncio.open_unix_connection(path)
             try:
                 writer.write(f"{question}\n".encode())
-                return await reader.read(-1)
+                num_bytes = int(await reader.readline())
+                return await reader.readexactly(num_bytes)
             finally:
                 writer.close()
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, ValueError, EOFError):  # the last two: it died meanwhile
         return b""

@@ -5,8 +5,7 @@ from email.utils import formatdate
 
 from neuron_di.clock import unix_s
 from neuron_di.errors import LocalProtocolError
-from neuron_di_proxy.quart_reply import PING, UNREAD_BYTES_MAX
-from neuron_di_proxy.reply import Headers
+from neuron_di_proxy.reply import LARGE_PIECE_BYTES, PING, UNREAD_BYTES_MAX, Headers
 
 _PING_CHUNK = b"%x\r\n%b\r\n" % (len(PING), PING)
 
@@ -32,15 +31,16 @@ _date = _DateHeader()
 class SocketReply:
     """One response on a transport that belongs to its connection.
 
-    `is_full` is the connection's: the transport asked to wait. `num_silent` counts the sweeps
-    since something was written.
+    `closes` and `is_full` are the connection's: it ends with this response; the transport asked
+    to wait. `num_silent` counts the sweeps since something was written.
     """
 
     __slots__ = (
-        "_closes",
         "_has_length",
         "_is_chunked",
+        "_num_large_bytes",
         "_transport",
+        "closes",
         "has_begun",
         "is_full",
         "is_over",
@@ -50,14 +50,17 @@ class SocketReply:
     def __init__(self, transport: asyncio.Transport, *, is_chunked: bool, closes: bool) -> None:
         self._transport = transport
         self._is_chunked = is_chunked  # where the length is not known beforehand
-        self._closes = closes
+        self.closes = closes
         self._has_length = False
+        self._num_large_bytes = 0
         self.has_begun = False
         self.is_over = False
         self.is_full = False
         self.num_silent = 0
 
-    def begin(self, status: int, headers: Headers, *, length: int | None) -> None:
+    def begin(
+        self, status: int, headers: Headers, *, length: int | None, first: bytes = b""
+    ) -> None:
         if self.has_begun:
             raise LocalProtocolError("a response begins once")
         lines = [f"HTTP/1.1 {status} \r\n"]
@@ -72,31 +75,36 @@ class SocketReply:
         tail = _date.line()
         if self._is_chunked:
             tail += b"Transfer-Encoding: chunked\r\n"  # cased as hypercorn's h11 does
-        if self._closes:
+        if self.closes:
             tail += b"Connection: close\r\n"
-        self.has_begun = True
-        self._transport.write(b"%b%b\r\n" % (head.encode("latin-1"), tail))
+        data = b"%b%b\r\n%b" % (head.encode("latin-1"), tail, self._framed(first))
+        self.has_begun = True  # not before: a head that cannot be encoded must not count as sent
+        self._write(data)
 
     def write(self, data: bytes) -> None:
+        self._write(self._framed(data))
+
+    def _framed(self, data: bytes) -> bytes:
+        # An empty chunk would read as the end.
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked and data else data
+
+    def _write(self, data: bytes) -> None:
         self.num_silent = 0
-        if self._is_chunked:
-            if not data:  # it would read as the end
-                return
-            data = b"%x\r\n%b\r\n" % (len(data), data)
         self._transport.write(data)
-        if self.is_full and not self._has_length and self._num_unread() > UNREAD_BYTES_MAX:
-            self.abort()
+        if len(data) > LARGE_PIECE_BYTES:
+            self._num_large_bytes += len(data)
+        elif self.is_full and not self._has_length:
+            unread_max = UNREAD_BYTES_MAX + self._num_large_bytes
+            if self._transport.get_write_buffer_size() > unread_max:
+                self._transport.abort()
 
-    def end(self) -> None:
+    def end(self, last: bytes = b"") -> None:
         self.is_over = True
+        data = self._framed(last)
         if self._is_chunked:
-            self._transport.write(b"0\r\n\r\n")
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def _num_unread(self) -> int:
-        return self._transport.get_write_buffer_size()
+            data += b"0\r\n\r\n"
+        if data:
+            self._write(data)
 
     @property
     def is_streaming(self) -> bool:

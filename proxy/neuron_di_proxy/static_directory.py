@@ -5,12 +5,12 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-import aiohttp
 from msgspec import structs
 
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.obs import get_logger
-from neuron_di.wire import RECORD_BYTES_MAX, WorkerRecord, status_decoder
+from neuron_di.wire import WorkerRecord, status_decoder
+from neuron_di_proxy.status_client import StatusClient
 
 _log = get_logger(__name__)
 
@@ -26,6 +26,7 @@ class StaticDirectory:
 
     def __init__(self, urls: tuple[str, ...]) -> None:
         self._urls = urls
+        self._client = StatusClient()
         self._workers: dict[str, WorkerRecord] = {}
         self._view: tuple[WorkerRecord, ...] = ()
 
@@ -37,8 +38,6 @@ class StaticDirectory:
         return self._view
 
     async def __aenter__(self) -> Self:
-        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(timeout=timeout)
         self._task = asyncio.create_task(self._ask_all())
         return self
 
@@ -50,7 +49,7 @@ class StaticDirectory:
     ) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
-        await self._session.close()
+        self._client.close()
         if not self._task.cancelled():
             self._task.result()  # it had failed, which is our own bug: show it
 
@@ -60,20 +59,20 @@ class StaticDirectory:
             await asyncio.sleep(ASK_INTERVAL_S)
 
     async def _ask(self, url: str) -> None:
+        # Legs go where the operator said; the worker may know itself by another name.
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or 80
         try:
-            async with self._session.get(f"{url}/status") as response:
-                if response.status != 200:
-                    raise RemoteProtocolError(f"HTTP status {response.status}")
-                body = await response.content.read(RECORD_BYTES_MAX + 1)
-                record = status_decoder.decode(body).record
-        except (aiohttp.ClientError, TimeoutError, RemoteProtocolError) as error:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                answer = await self._client.ask(host, port)
+            if answer.http_status != 200:
+                raise RemoteProtocolError(f"HTTP status {answer.http_status}")
+            record = status_decoder.decode(answer.body).record
+        except (OSError, UnicodeError, RemoteProtocolError) as error:
             if url in self._workers:
                 self._note(url, None)
                 _log.warning("worker_lost", url=url, reason=type(error).__name__)
         else:
-            # Legs go where the operator said; the worker may know itself by another name.
-            parts = urlsplit(url)
-            host, port = parts.hostname or record.host, parts.port or 80
             record = structs.replace(record, host=host, api_port=port)
             if record != self._workers.get(url):
                 self._note(url, record)

@@ -42,6 +42,7 @@ class StatusClient:
                 return await self._ask(place, kept)
             except ConnectionResetError:
                 pass  # a server may end a connection that is idle: that says nothing of it
+        self._kept = {at: each for at, each in self._kept.items() if not each.is_over}
         loop = asyncio.get_running_loop()
         _, made = await loop.create_connection(lambda: _Connection(loop, place), host, port)
         return await self._ask(place, made)
@@ -70,16 +71,19 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, place: _Place) -> None:
         host, port = place
-        name = f"[{host}]" if ":" in host else host
-        self._question = f"GET /status HTTP/1.1\r\nHost: {name}:{port}\r\n\r\n".encode("idna")
+        name = b"[%b]" % host.encode() if ":" in host else host.encode("idna")
+        self._question = b"GET /status HTTP/1.1\r\nHost: %b:%d\r\n\r\n" % (name, port)
         self._loop = loop
         self._transport: Any = None
         self._waiting: asyncio.Future[StatusAnswer] | None = None
         self._body: list[bytes] = []
+        self._num_bytes = 0  # of this answer
         self.is_over = False
 
     async def ask(self) -> StatusAnswer:
         """Not while another question is open."""
+        if self.is_over:  # between the loop's turns
+            raise ConnectionResetError("the worker hung up")
         self._parser: Any = httptools.HttpResponseParser(self)
         self._body.clear()
         self._num_bytes = 0
@@ -100,18 +104,19 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._num_bytes = self._num_bytes + len(data) if self._waiting is not None else 0
         if self._waiting is None or self._waiting.done():  # nobody asked
             self.abort()
-        elif self._num_bytes > ANSWER_BYTES_MAX:
+            return
+        self._num_bytes += len(data)
+        if self._num_bytes > ANSWER_BYTES_MAX:
             self._fail(RemoteProtocolError("a status of too many bytes"))
-        else:
-            try:
-                self._parser.feed_data(data)
-            except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-                self._fail(RemoteProtocolError("what answers does not speak HTTP"))
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail(RemoteProtocolError("what answers does not speak HTTP"))
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, _: Exception | None) -> None:
         self._fail(ConnectionResetError("the worker hung up"))
 
     # What the parser calls.
@@ -121,9 +126,11 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         answer = StatusAnswer(self._parser.get_status_code(), b"".join(self._body))
-        self.is_over = not self._parser.should_keep_alive()
         if self._waiting is not None and not self._waiting.done():
+            self.is_over = not self._parser.should_keep_alive()
             self._waiting.set_result(answer)
+        else:  # a second answer
+            self.is_over = True
 
     def _fail(self, error: Exception) -> None:
         self.is_over = True

@@ -9,7 +9,8 @@ from neuron_di.errors import BadRequest
 class Tenant:
     """A tenant and its limits. None: no limit of its own.
 
-    `weight` is its share where tenants compete: with twice the weight, twice the tokens.
+    `weight` is its share where tenants compete: with twice the weight, twice the tokens, counted
+    as `ClientRequest.cost` does.
     """
 
     name: str
@@ -20,16 +21,21 @@ class Tenant:
     max_tokens: int | None = None  # of one answer
     is_operator: bool = False  # may see the state of the server, which shows all tenants
 
-    def cap_tokens(self, max_tokens: int | None) -> int | None:
-        """How long an answer may be when `max_tokens` are asked for. BadRequest when too many."""
+    def cap_tokens(self, max_tokens: int | None, *, is_asked: bool) -> int | None:
+        """How long an answer may be for which `max_tokens` are asked, or else the default.
+
+        Raises BadRequest when more are asked for than the tenant may have.
+        """
         if self.max_tokens is None:
             return max_tokens
-        if max_tokens is not None and max_tokens > self.max_tokens:
+        if max_tokens is None or not is_asked:
+            return self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
+        if max_tokens > self.max_tokens:
             raise BadRequest(
                 f"this API key allows answers of at most {self.max_tokens} tokens",
                 param="max_tokens",
             )
-        return self.max_tokens if max_tokens is None else max_tokens
+        return max_tokens
 
     def part(self, num_processes: int) -> "Tenant":
         """What one of several processes may give the tenant, at least one of everything."""
@@ -49,3 +55,5 @@ def _part(whole: int | None, num: int) -> int | None:
 
 # Whoever can connect, where no keys are set.
 EVERYBODY = Tenant(name="everybody", is_operator=True)
+# Whoever has not shown a key yet, where there are some.
+NOBODY = Tenant(name="")

@@ -23,6 +23,7 @@ from neuron_di_proxy.workers import Process, process_of
 TokenizeKind = Literal["tokenize", "detokenize"]
 
 TIMEOUT_S = 30.0
+TOKENIZE_BYTES_MAX = 1 << 20  # of a body: it is read on the event loop
 ANSWER_BYTES_MAX = 128 << 20  # ids and texts of the tokens of the longest body
 _ATTEMPTS_MAX = 3  # workers that are asked
 
@@ -94,6 +95,7 @@ async def forward_tokenize(
     while True:
         record = router.any_worker(model, tried)
         tried.add(process_of(record))
+        _check_count(question, record.context_tokens)
         try:
             status, answer = await client.ask(
                 record,
@@ -122,6 +124,14 @@ def _read(kind: TokenizeKind, body: bytes) -> _TextFields | _ChatFields | _IdFie
         return msgspec.json.decode(body, type=fields)
     except msgspec.ValidationError as error:
         raise explain(str(error)) from None
+
+
+def _check_count(question: TokenizePrompt | DetokenizeIds, context_tokens: int) -> None:
+    """Refuse more ids than any answer has: asking a worker would take its time for nothing."""
+    if isinstance(question, DetokenizeIds) and len(question.tokens) > context_tokens > 0:
+        raise BadRequest(
+            f"`tokens` may have at most {context_tokens} ids, the model's context", param="tokens"
+        )
 
 
 def _model_of(fields: _Fields, router: Router) -> str:

@@ -10,13 +10,14 @@ import aiohttp
 import msgspec
 
 from neuron_di.config import LimitOptions
-from neuron_di.errors import PeerGone, PeerTimeout, RemoteProtocolError
+from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout, RemoteProtocolError, TooLarge
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus, encode_json, status_decoder
+from neuron_di.wire.codec import LEG_BYTES_MAX
 from neuron_di_proxy.leg_link import LegLink
+from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.workers import STATUS_TIMEOUT_S, Hear, LegKind
 
-STATUS_BYTES_MAX = 64 << 10
 CLIENT_CLOSED = "the proxy has ended its connections to workers"
 
 _Place = tuple[str, int, Incarnation]  # host, port, and which process there
@@ -47,9 +48,14 @@ class LinkedLeg:
             return
         self._link = self._link_to(self._record)
         if self._link is None:
-            asyncio.get_running_loop().call_soon(self._hear_of_the_end, hear)
+            self._end_soon(hear, PeerGone(CLIENT_CLOSED))
             return
-        self._number = self._link.open(self._kind, encode_json(self._leg), hear)
+        document = encode_json(self._leg)
+        if len(document) > LEG_BYTES_MAX:  # it would end the link, and with it everybody's legs
+            self._link = None
+            self._end_soon(hear, TooLarge("the request is too large for a worker"))
+            return
+        self._number = self._link.open(self._kind, document, hear)
 
     def close(self) -> None:
         """As `workers.Leg.close`."""
@@ -57,9 +63,12 @@ class LinkedLeg:
         if self._link is not None:
             self._link.close_leg(self._number)
 
-    def _hear_of_the_end(self, hear: Hear) -> None:
+    def _end_soon(self, hear: Hear, error: NeuronDiError) -> None:
+        asyncio.get_running_loop().call_soon(self._end, hear, error)
+
+    def _end(self, hear: Hear, error: NeuronDiError) -> None:
         if not self._is_closed:
-            hear(PeerGone(CLIENT_CLOSED))
+            hear(error)
 
 
 class WorkerClient:
@@ -72,6 +81,7 @@ class WorkerClient:
     def __init__(self, limits: LimitOptions) -> None:
         self._limits = limits
         self._links: dict[_Place, LegLink] = {}
+        self._statuses = StatusClient()
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -90,6 +100,7 @@ class WorkerClient:
         self._is_closed = True
         for link in list(self._links.values()):
             link.end(PeerGone(CLIENT_CLOSED))
+        self._statuses.close()
         await self._session.close()
 
     def open_leg(self, record: WorkerRecord, kind: LegKind, leg: msgspec.Struct) -> LinkedLeg:
@@ -116,20 +127,12 @@ class WorkerClient:
         """Ask a worker how it is. Raises a PeerError when it does not say within `timeout_s`."""
         with _as_peer_error(record.worker_id):
             async with asyncio.timeout(timeout_s):
-                # A worker has no reason to send us elsewhere.
-                async with self._session.get(
-                    f"{record.url()}/status", allow_redirects=False
-                ) as response:
-                    body = bytearray()
-                    async for chunk in response.content.iter_any():
-                        body += chunk
-                        if len(body) > STATUS_BYTES_MAX:
-                            break
-        if response.status != 200:
+                answer = await self._statuses.ask(record.host, record.api_port)
+        if answer.http_status != 200:
             raise RemoteProtocolError(
-                f"worker {record.worker_id} answered with HTTP status {response.status}"
+                f"worker {record.worker_id} answered with HTTP status {answer.http_status}"
             )
-        return status_decoder.decode(bytes(body))
+        return status_decoder.decode(answer.body)
 
     async def ask(
         self,
@@ -168,7 +171,12 @@ def _as_peer_error(worker_id: WorkerId) -> Iterator[None]:
         yield
     except TimeoutError:
         raise PeerTimeout(f"worker {worker_id} did not answer in time") from None
-    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+    except (
+        aiohttp.ClientConnectionError,
+        aiohttp.ClientPayloadError,
+        OSError,
+        UnicodeError,  # idna refuses some host names
+    ) as error:
         raise PeerGone(f"worker {worker_id} is gone ({type(error).__name__})") from None
     except aiohttp.ClientError as error:
         raise RemoteProtocolError(

@@ -42,7 +42,8 @@ class Leg(Protocol):
         within `open`. The last thing it gets is `Finished`, `Released` or an exception:
         LegFailed when the worker says that the leg failed, CapacityError when it refuses without
         words, PeerGone when it cannot be reached or hangs up, PeerTimeout when it is silent for
-        too long, RemoteProtocolError when it cannot be understood. `hear` does not raise.
+        too long, RemoteProtocolError when it cannot be understood, TooLarge when the leg was not
+        sent because no worker takes so much. `hear` does not raise.
         """
         ...
 

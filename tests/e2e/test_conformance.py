@@ -43,6 +43,7 @@ LONG_PROMPT_CHARS = 4_000  # as much as the model's context holds
 # What this server does not do, or its model's template cannot. Each is refused by name.
 REFUSED = {
     "beam-search", "cache-salt", "chat-documents", "chat-echo", "chat-functions", "chat-image",
+    "chat-role",
     "chat-modalities-audio", "chat-prediction", "chat-reasoning-effort", "chat-template",
     "chat-template-kwargs", "chat-verbosity", "chat-web-search", "prompt-embeds", "regex",
     "request-id-field", "stream-interval", "suffix", "thinking-budget", "tools-auto", "vllm-xargs",

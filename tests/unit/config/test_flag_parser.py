@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from neuron_di.config import (
@@ -63,6 +65,14 @@ def test_help_shows_every_option_with_words(options_class):
         assert spec.help_text[0].islower() or spec.help_text.startswith(("HTTP", "CPU", "KV"))
         assert not spec.help_text.endswith("."), spec.key
         assert not spec.is_optional or spec.hidden or "none" in spec.help_text, spec.key
+
+
+def test_help_calls_seconds_only_what_is_counted_in_them():
+    parser = FlagParser(prog="neuron-di")
+    add_flags(parser, ServeOptions)
+    words = dict(re.findall(r"--(\S+) ([A-Z]+)", parser.format_help()))
+    assert words["retry-share"] == words["transfer-bytes-per-s"] == "X"
+    assert words["drain-timeout-s"] == "SECONDS"
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,10 @@ def test_wrong_environment(environ, expected):
         (["--role", "router"], "role"),
         (["--port=-1"], "port"),
         (["--model-name="], "model_name"),
+        (["--worker-id=\u5de5"], "worker_id"),
+        (["--worker-id=a b"], "worker_id"),
+        (["--worker-id", "a\n"], "worker_id"),
+        (["--worker-id", "a" * 65], "worker_id"),
     ],
 )
 def test_wrong_flag_names_the_flag(argv, param):

@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_kit import Rig, of
 from transformers import AutoModelForCausalLM
 
 from neuron_di.engine import Broken, Emitted, PrefillParked
+from neuron_di.engine.prompt_scores import _rank
 from neuron_di.request import PromptWish
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.wire import PromptReport, Token
@@ -86,6 +88,12 @@ def test_logprobs_equal_transformers(
         assert scores.chosen.token_id == PROMPT[place]
         assert scores.chosen.logprob == pytest.approx(float(row_V[PROMPT[place]]), abs=TOLERANCE)
         assert scores.chosen.text == rig.tokenizer.token_text(PROMPT[place])
+        tied = (row_V - row_V[PROMPT[place]]).abs() <= TOLERANCE
+        above = int((row_V > row_V[PROMPT[place]]).sum())
+        assert scores.rank is not None
+        assert abs(scores.rank - 1 - above) < int(tied.sum())
+        for rank, top in enumerate(scores.top, 1):
+            assert top.token_id != PROMPT[place] or scores.rank == rank
         best = row_V.topk(4)
         assert [top.logprob for top in scores.top] == pytest.approx(
             best.values.tolist(), abs=TOLERANCE
@@ -160,3 +168,8 @@ def test_an_answer_that_begins_in_reasoning_says_so_once(make_rig) -> None:
     rig.engine.submit(request)
     tokens = [e.token for e in rig.turn_until_idle() if isinstance(e, Emitted)]
     assert [token.in_reasoning for token in tokens] == [True, False, False]
+
+
+def test_of_equal_tokens_the_lower_id_ranks_first() -> None:
+    row_V = np.array([1.0, 3.0, 2.0, 3.0, 2.0], dtype=np.float32)
+    assert [_rank(row_V, token_id) for token_id in range(5)] == [5, 1, 3, 2, 4]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from neuron_di.engine.sampler import (
-    LOGPROB_MIN,
     RawLogprobs,
     SampledToken,
     _invert_cdf,
@@ -21,6 +20,7 @@ from neuron_di.engine.sampler import (
 )
 from neuron_di.errors import LocalProtocolError
 from neuron_di.request import OutputText, Request, Tokenizer
+from neuron_di.request.sampling import LOGPROB_MIN
 from neuron_di.types import RequestId
 from neuron_di.wire import SamplingParams, TokenLogprob, TokenLogprobs
 

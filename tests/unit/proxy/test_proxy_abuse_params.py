@@ -10,7 +10,7 @@ import pytest
 from request_bodies import MESSAGES, chat, completion, read_chat_body, read_completion_body
 
 from neuron_di.errors import BadRequest, NeuronDiError, TooLarge
-from neuron_di_proxy.json_object import FIELDS_MAX
+from neuron_di_proxy.json_object import FIELDS_MAX, read_body
 from neuron_di_proxy.request_fields import REFUSALS
 
 BOTH = pytest.mark.parametrize("read", [completion, chat])
@@ -43,12 +43,29 @@ def test_b10_deep_nesting(name, opens, closes):
         (b'{"model": "a", "n": 1, "prompt": "x", "\\u006e": 8}', "n"),
         (b'{"model": "a", "prompt": "x", "user": null, "user": "u"}', "user"),
         (b'{"model": "a", "prompt": "x", "logit_bias": {"5": 1, "5": -100}}', "logit_bias"),
+        (
+            body_with(b'"stream_options": {"include_usage": true, "include_usage": false}'),
+            "stream_options",
+        ),
+        (
+            body_with(
+                b'"response_format": {"type": "json_schema", "json_schema": {"a": 1, "a": 2}}'
+            ),
+            "response_format",
+        ),
     ],
 )
 def test_b10_duplicate_keys(body, param):
     error = refusal_of(body)
     assert error.param == param
     assert "twice" in error.message
+
+
+def test_b10_a_duplicate_key_is_repeated_only_so_far():
+    name = b"x" * (1 << 20)
+    error = refusal_of(b'{"%b": 1, "%b": 2}' % (name, name))
+    assert (len(error.param), "twice" in error.message) == (64, True)
+    assert len(error.message) < 100
 
 
 def test_b10_duplicate_keys_of_a_chat():
@@ -125,6 +142,17 @@ def test_b11_text_that_is_no_text(text):
     refusal_of(b'{"model": "tiny", "prompt": "hi", "%b": 1}' % text)
     with pytest.raises(BadRequest):
         read_chat_body(b'{"model": "tiny", "messages": [{"content": "%b"}]}' % text)
+
+
+@pytest.mark.parametrize(
+    "text", [rb"\ud800", rb"a\uDC00b", rb"\udbff x", rb"\ud83d\ude00\ud83d", rb"\ud800\ud800"]
+)
+def test_b11_half_a_character_is_told_as_what_it_is(text):
+    with pytest.raises(BadRequest, match="holds half of a character"):
+        read_body(b'{"prompt": "%b"}' % text)
+    assert "prompt" in read_body(rb'{"prompt": "\ud83d\ude00"}')
+    with pytest.raises(BadRequest, match="truncated"):
+        read_body(rb'{"prompt": "\ud83d\ude00"')
 
 
 def test_b11_an_escaped_nul_is_a_character_as_json_has_it():

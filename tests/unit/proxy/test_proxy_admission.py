@@ -24,7 +24,7 @@ def admission_of(places, queue=100, slots=lambda: 1):
 async def run_one(admission, tenant=EVERYBODY, num_places=1):
     """A ticket that runs."""
     ticket = admission.arrive(tenant)
-    ticket.take(num_places)
+    ticket.take(num_places, num_places)
     await ticket.turn(Deadline.after(LATER_S))
     return ticket
 
@@ -239,7 +239,7 @@ async def test_who_waits_can_be_abandoned():
     for task in waiting:
         assert isinstance(task.exception(), CapacityError)
     with pytest.raises(CapacityError, match="shutting down"):
-        reading.take(2)
+        reading.take(2, 2)
     with pytest.raises(CapacityError, match="shutting down"):
         await reading.turn(Deadline.after(1))
     assert (admission.num_waiting, admission.num_running) == (0, 1)
@@ -302,7 +302,7 @@ class Crowd:
         is_running = False
         try:
             await asyncio.sleep(self.rng.choice((0, 0.01)))  # its body
-            ticket.take(num_places)
+            ticket.take(num_places, num_places)
             await ticket.turn(Deadline.after(self.rng.choice((0.0, 0.05, 60.0))))
             is_running = True
             self.places += num_places
@@ -333,7 +333,7 @@ async def test_with_room_nothing_is_awaited_and_no_timer_is_made():
     before = loop._num_timers
     for _ in range(100):
         ticket = admission.arrive(EVERYBODY)
-        ticket.take(1)
+        ticket.take(1, 1)
         turn = ticket.turn(Deadline.after(30))
         with pytest.raises(StopIteration):
             turn.send(None)

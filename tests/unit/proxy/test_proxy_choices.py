@@ -29,14 +29,16 @@ class WrittenReply:
         self.pieces = []
         self.has_ended = False
 
-    def begin(self, status, headers, *, length):
+    def begin(self, status, headers, *, length, first=b""):
         self.has_begun = True
         self.length = length
+        self.write(first)
 
     def write(self, data):
         self.pieces.append(data)
 
-    def end(self):
+    def end(self, last=b""):
+        self.write(last)
         self.has_ended = True
 
     def documents(self):

@@ -7,7 +7,7 @@ import logging
 import aiohttp
 import pytest
 from running_proxy import AT_ONCE, RunningProxy
-from scripted_worker import ScriptedWorker, play_decode, play_prefill
+from scripted_worker import ScriptedWorker, finished, play_decode, play_prefill, token
 
 from neuron_di.config import FrontOptions, LimitOptions
 from neuron_di_proxy.config import ProxyConfig
@@ -24,6 +24,7 @@ CLOSED = [
     ("GET", "/v1/models/tiny", None),
     ("GET", "/v1/receipts/x", None),
     ("GET", "/version", None),
+    ("GET", "/load", None),
     ("GET", "/openapi.json", None),
     ("GET", "/status", None),
     ("GET", "/metrics", None),
@@ -89,7 +90,7 @@ async def test_b23_every_route_needs_a_key(exposed, method, path, body):
     assert exposed.prefill.legs == []
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
 async def test_what_a_load_balancer_asks_is_open(exposed, path):
     assert (await exposed.ask("GET", path, None))[0] == 200
 
@@ -109,6 +110,60 @@ async def test_a_tenants_longest_answer(exposed):
     chat = {name: value for name, value in CHAT.items() if name != "max_tokens"}
     assert (await exposed.ask("POST", "/v1/chat/completions", chat, headers))[0] == 200
     assert [leg.message.sampling.max_tokens for leg in exposed.prefill.legs] == [20]
+
+
+@pytest.mark.parametrize("most", [3, 4000])
+async def test_a_tenants_limit_cuts_what_nobody_asked_for(stack, tmp_path, most):
+    path = tmp_path / "keys.toml"
+    headers = record_key(path, "carl", max_tokens=most)
+    worker = await stack.enter_async_context(ScriptedWorker("b1", "both"))
+    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    proxy = await stack.enter_async_context(RunningProxy(config, [worker.record]))
+    exposed = Exposed(worker, worker, proxy, {})
+    worker.script = play_both
+    for each in ("/v1/completions", BODY), ("/v1/chat/completions", CHAT):
+        body = {name: value for name, value in each[1].items() if name != "max_tokens"}
+        assert (await exposed.ask("POST", each[0], body, headers))[0] == 200
+    completion, chat = [leg.message.sampling for leg in worker.legs]
+    assert (completion.max_tokens, completion.fits_context) == (min(16, most), True)
+    assert (chat.max_tokens, chat.fits_context) == (most, True)
+
+
+async def play_both(leg):
+    await leg.send(token(0))
+    await leg.send(finished(1))
+
+
+async def test_a_receipt_is_its_tenants_and_operators(exposed):
+    status, _, document = await exposed.ask(headers=exposed.keys["alice"])
+    assert status == 200
+    path = f"/v1/receipts/{document['id']}"
+    seen = {}
+    for name in ("alice", "one", "op"):
+        status, _, answered = await exposed.ask("GET", path, None, exposed.keys[name])
+        seen[name] = status
+        assert status == 404 or answered["tenant"] == "alice"
+    assert seen == {"alice": 200, "one": 404, "op": 200}
+
+
+async def test_tokenising_takes_a_tenants_turn_too(exposed):
+    body = {"model": "tiny", "prompt": "hi"}
+    statuses = [
+        (await exposed.ask("POST", "/tokenize", body, exposed.keys["few"]))[0] for _ in range(3)
+    ]
+    assert statuses[2] == 429
+    assert 429 not in statuses[:2]
+
+
+async def test_what_all_routes_say(exposed):
+    headers = exposed.keys["alice"] | {"X-Request-Id": "mine"}
+    for path in ("/version", "/v1/models", "/v1/nothing"):
+        _, answered, _ = await exposed.ask("GET", path, None, headers)
+        assert answered.getall("X-Request-Id") == ["mine"]
+    status, answered, _ = await exposed.ask("GET", "/v1/completions", None, headers)
+    assert (status, answered["Allow"]) == (405, "POST")
+    status, _, document = await exposed.ask("GET", "/load", None, headers)
+    assert (status, document) == (200, {"server_load": 0})
 
 
 async def test_a_tenants_share_is_429_and_says_when_to_come_back(exposed):

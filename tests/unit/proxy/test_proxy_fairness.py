@@ -12,7 +12,7 @@ from virtual_cluster import virtual
 from neuron_di.clock import Deadline
 from neuron_di.config import LimitOptions
 from neuron_di.errors import CapacityError
-from neuron_di_proxy.admission import Admission
+from neuron_di_proxy.admission import BODY_LATE_S, Admission
 from neuron_di_proxy.fair_queue import FairQueue
 from neuron_di_proxy.tenant import Tenant
 
@@ -129,11 +129,11 @@ def test_flows_that_always_wait_get_the_same_within_one_item(seed):
                 assert abs(served[one] - served[other]) <= bound + 1e-9
 
 
-async def waiting(admission, tenant, order, num_places=1):
+async def waiting(admission, tenant, order, num_places=1, cost=None):
     """A client: notes when it runs, runs for a while."""
     ticket = admission.arrive(tenant)
     try:
-        ticket.take(num_places)
+        ticket.take(num_places, num_places if cost is None else cost)
         await ticket.turn(Deadline.after(10_000))
         order.append(tenant.name)
         await asyncio.sleep(1)
@@ -189,12 +189,49 @@ async def test_a_slow_body_can_be_pushed_out_too():
     quick = admission.arrive(Tenant(name="quick"))
     assert [ticket.state for ticket in slow] == ["arrived", "arrived", "pushed out"]
     with pytest.raises(CapacityError, match="waiting"):
-        slow[2].take(1)
+        slow[2].take(1, 1)
     await quick.turn(Deadline.after(0))
     for ticket in (*slow, quick):
         ticket.close()
     await admission.wait_idle()
     assert admission.num_waiting == 0
+
+
+@virtual
+async def test_tenants_share_tokens_and_not_answers():
+    admission = Admission(LimitOptions(requests_max=1, queue_max=500), lambda: 1)
+    order = []
+    tasks = [
+        asyncio.create_task(waiting(admission, Tenant(name=name), order, cost=cost))
+        for name, cost in (("long", 4000), ("short", 1000))
+        for _ in range(100)
+    ]
+    await asyncio.sleep(50.5)
+    assert Counter(order)["short"] == pytest.approx(40, abs=2)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@virtual
+async def test_heads_without_bodies_keep_nobody_out():
+    admission = Admission(LimitOptions(requests_max=2, queue_max=1), lambda: 1)
+    tenant = Tenant(name="everybody")
+    slow = [admission.arrive(tenant) for _ in range(3)]
+    with pytest.raises(CapacityError):
+        admission.arrive(tenant)  # their bodies may be there at any moment
+    await asyncio.sleep(BODY_LATE_S)
+    for _ in range(3):
+        quick = admission.arrive(tenant)
+        quick.take(1, 1)
+        await quick.turn(Deadline.after(0))
+        quick.close()
+    assert [ticket.state for ticket in slow] == ["pushed out", "arrived", "arrived"]
+    with pytest.raises(CapacityError):
+        slow[0].take(1, 1)
+    for ticket in slow:
+        ticket.close()
+    await admission.wait_idle()
 
 
 @virtual

@@ -215,3 +215,46 @@ async def test_something_that_speaks_another_protocol(client):
         ear = Ear()
         client.open_leg(record, "decode", MESSAGE).open(ear)
         assert isinstance(await ear.next(), RemoteProtocolError)
+
+
+async def test_legs_of_one_turn_are_sent_by_one_call(client, worker, monkeypatch):
+    await open_leg(client, worker)
+    (link,) = client._links.values()
+    transport = link._transport
+    written = []
+
+    class Counting:
+        """The transport, and what it is given."""
+
+        def __getattr__(self, name):
+            return getattr(transport, name)
+
+        def writelines(self, frames):
+            written.append(list(frames))
+            transport.writelines(frames)
+
+    monkeypatch.setattr(link, "_transport", Counting())
+    ears = [Ear() for _ in range(5)]
+    legs = [client.open_leg(worker.record, "decode", MESSAGE) for _ in ears]
+    for leg, ear in zip(legs, ears, strict=True):
+        leg.open(ear)
+    legs[1].close()  # never sent
+    for ear in (ears[0], *ears[2:]):
+        seen = await worker.next_leg()
+        await seen.finish(finished(1))
+        assert await ear.next() == finished(1)
+    assert [len(frames) for frames in written] == [4]
+    assert ears[1].said.empty()
+    await open_leg(client, worker)
+    assert [len(frames) for frames in written] == [4, 1]
+
+
+async def test_legs_of_a_turn_in_which_the_link_ends_hear_of_it(client, worker):
+    await open_leg(client, worker)
+    (link,) = client._links.values()
+    ear = Ear()
+    client.open_leg(worker.record, "decode", MESSAGE).open(ear)
+    link.end(PeerGone("the worker is gone"))
+    assert isinstance(await ear.next(), PeerGone)
+    await open_leg(client, worker)
+    assert len(worker.legs) == 2

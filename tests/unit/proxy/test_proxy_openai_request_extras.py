@@ -259,3 +259,17 @@ def test_a_format_begins_after_the_models_reasoning():
     given = chat(THINKING, **fields, chat_template_kwargs={"enable_thinking": True})
     assert given.sampling.grammar == Grammar(kind="json_object", after="</think>")
     assert completion(THINKING, **fields).sampling.grammar == Grammar(kind="json_object")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True, "logprobs": 3}, "logprobs"),
+        ({"prompt_logprobs": 3}, "prompt_logprobs"),
+        ({"prompt_logprobs": 3, "logprobs": 3}, "prompt_logprobs"),
+    ],
+)
+def test_a_worker_learns_which_field_asks_for_the_prompts_logprobs(fields, param):
+    options = completion(**fields).options
+    assert (options.logprobs, options.logprobs_param) == (3, param)
+    assert chat(prompt_logprobs=3).options.logprobs_param == "prompt_logprobs"

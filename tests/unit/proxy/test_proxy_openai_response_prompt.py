@@ -13,7 +13,7 @@ from answer_documents import (
 )
 from request_bodies import chat, completion
 
-from neuron_di.wire import PromptReport
+from neuron_di.wire import PromptReport, TokenLogprob, TokenLogprobs
 
 REPORT = PromptReport(text="Hé!", token_ids=[1, 72, 33])
 
@@ -93,6 +93,18 @@ PROMPT_WITH_LOGPROBS = PromptReport(
 )
 
 
+def test_a_token_of_the_prompt_that_was_not_likely_has_its_rank():
+    unlikely = TokenLogprobs(
+        chosen=TokenLogprob("Z", -9.5, [90], 90), top=[TokenLogprob("!", -0.5, [33], 33)], rank=417
+    )
+    prompt = PromptReport(text="!Z", token_ids=[33, 90], logprobs=[None, unlikely])
+    document = whole(chat_answer(prompt_logprobs=1), [with_prompt(["x"], prompt=prompt)])
+    assert document["prompt_logprobs"][1] == {
+        "90": {"logprob": -9.5, "decoded_token": "Z", "rank": 417},
+        "33": {"logprob": -0.5, "decoded_token": "!", "rank": 1},
+    }
+
+
 def test_the_logprobs_of_a_prompt_are_listed_by_token_id():
     expected = [
         None,
@@ -106,14 +118,6 @@ def test_the_logprobs_of_a_prompt_are_listed_by_token_id():
     document = whole(completion_answer(prompt_logprobs=1), [choice])
     assert document["choices"][0]["prompt_logprobs"] == expected
     assert whole(chat_answer(prompt_logprobs=1), [choice])["prompt_logprobs"] == expected
-
-
-def test_a_rank_is_left_out_where_it_is_not_known():
-    chosen = msgspec.structs.replace(logprobs("é", -0.5), top=[])
-    prompt = PromptReport(text="Hé", token_ids=[72, 364], logprobs=[None, chosen])
-    document = whole(completion_answer(prompt_logprobs=0), [with_prompt(["x"], prompt=prompt)])
-    entry = {"364": {"logprob": -0.5, "decoded_token": "é"}}
-    assert document["choices"][0]["prompt_logprobs"] == [None, entry]
 
 
 def test_token_ids_are_listed_when_asked_for():

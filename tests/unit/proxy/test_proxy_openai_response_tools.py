@@ -236,3 +236,17 @@ def test_a_streamed_answer_is_the_whole_one(drawn, traits, tools, extras):
         assert joined["stop_reason"] == expected["stop_reason"]
         assert joined["logprobs"] == (expected["logprobs"] or {"content": []})["content"]
         assert joined["token_ids"] == expected.get("token_ids", [])
+
+
+@pytest.mark.parametrize("text", ["", "[", "[\n  ", '[{"name": "f", "argu'])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_forced_call_that_is_cut_before_it_begins_is_no_content(choice, text):
+    fields = {**TOOLS, "tool_choice": choice}
+    cut = ended(pieces(text), reason="length")
+    assert message_of(HERMES, cut, **fields) == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+    }
+    chunks = streamed(chat_answer(HERMES, stream=True, **fields), [cut])
+    assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)

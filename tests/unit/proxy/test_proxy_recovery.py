@@ -1,7 +1,6 @@
 """A worker's death costs latency, not answers. On virtual time, with the default limits."""
 
 import asyncio
-import dataclasses
 
 import msgspec
 import pytest
@@ -352,7 +351,7 @@ async def test_a_prompt_is_reported_until_the_client_has_the_report(after, repor
         cluster.workers["d1"].script = fail_with(GONE, after=after)
         if after == 0:
             cluster.workers["p1"].script = silent_after(0)
-        request = dataclasses.replace(REQUEST, options=options)
+        request = msgspec.structs.replace(REQUEST, options=options)
         asked = await cluster.ask(request=request)
         assert asked.is_complete
         seen = [leg.message.options for leg in cluster.legs if leg.worker_id.startswith("p")]

@@ -254,3 +254,46 @@ def test_asking_a_worker_is_nobodys_turn():
         asking.any_worker("tiny")
         prefills.append(asking.pick("tiny").prefill.worker_id)
     assert prefills == ["p1", "p2", "p1", "p2"]
+
+
+class KeptView(FixedDirectory):
+    """Gives the same tuple until `records` is set."""
+
+    def workers(self):
+        return self.records
+
+
+class CountingFitness(Unfit):
+    def __init__(self):
+        super().__init__()
+        self.num_asked = 0
+
+    def why_not(self, record):
+        self.num_asked += 1
+        return super().why_not(record)
+
+
+def test_a_pick_among_many_workers_looks_at_few():
+    directory = KeptView(
+        *(make_record(f"p{i:03}", "prefill") for i in range(100)),
+        *(make_record(f"d{i:03}", "decode") for i in range(100)),
+    )
+    fitness = CountingFitness()
+    router = Router(directory, fitness, BadPairs())
+    prefills, decodes = pick_ids(router, 200)
+    assert fitness.num_asked == 2 * 200
+    assert prefills == [f"p{i % 100:03}" for i in range(200)]
+    assert decodes == [f"d{i % 100:03}" for i in range(200)]
+
+
+def test_turns_outlive_a_snapshot_and_fitness_is_asked_each_time():
+    p1, p2, d1, d2 = two_by_two()
+    directory, fitness = KeptView(p1, p2, d1, d2), Unfit()
+    router = Router(directory, fitness)
+    assert pick_ids(router, 3) == (["p1", "p2", "p1"], ["d1", "d2", "d1"])
+    directory.records = (p1, p2, d1, d2, make_record("d3", "decode"))
+    assert pick_ids(router, 3) == (["p2", "p1", "p2"], ["d3", "d2", "d1"])
+    fitness.reasons["p1"] = "frozen"
+    assert pick_ids(router, 2)[0] == ["p2", "p2"]
+    fitness.reasons.clear()
+    assert pick_ids(router, 2)[0] == ["p1", "p2"]

@@ -55,6 +55,20 @@ def test_b56_with_keys_any_address_will_do():
         assert sock.getsockname()[0] == "0.0.0.0"
 
 
+@pytest.mark.parametrize(
+    ("host", "front", "warns"),
+    [
+        ("0.0.0.0", {}, True),
+        ("127.0.0.1", {}, False),
+        ("0.0.0.0", {"tls_cert": "cert.pem", "tls_key": "key.pem"}, False),
+    ],
+)
+def test_b56_keys_that_cross_a_network_readable_are_warned_of(host, front, warns, caplog):
+    config = ProxyConfig(host=host, port=0, front=FrontOptions(api_keys="keys.toml", **front))
+    bind(config).close()
+    assert ("keys_in_the_clear" in caplog.text) == warns
+
+
 def test_b56_without_options_only_this_machine_is_served():
     assert ProxyConfig().host == "127.0.0.1"
     for host in ("127.0.0.1", "127.0.0.2", "localhost"):

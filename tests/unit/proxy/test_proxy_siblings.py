@@ -140,3 +140,19 @@ async def test_a_process_that_says_nothing_is_left_out(processes, tmp_path, monk
     silent = await asyncio.start_unix_server(say_nothing, tmp_path / "2.socket")
     async with silent:
         assert len(await processes[0][1].statuses()) == 1
+
+
+async def test_an_answer_that_breaks_off_is_none(processes, tmp_path):
+    async def break_off(reader, writer):
+        await reader.readline()
+        writer.write(b'900\n{"request_id": "x", "num_w')
+        await writer.drain()
+        writer.transport.abort()
+
+    ours = processes[0][1]
+    async with await asyncio.start_unix_server(break_off, tmp_path / "2.socket"):
+        assert len(await ours.statuses()) == 1
+        assert await ours.receipt("abc") is None
+        text = (await ours.metrics()).decode()
+    assert 'process="2"' not in text
+    assert 'process="1"' in text

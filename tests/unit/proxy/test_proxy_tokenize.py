@@ -168,6 +168,7 @@ async def test_texts_chats_and_ids(workers: Workers, folder: Path) -> None:
         ("detokenize", {"tokens": ["x"]}, "tokens[0]"),
         ("detokenize", {"tokens": [1], "prompt": "x"}, "prompt"),
         ("detokenize", {"tokens": [1.5]}, "tokens[0]"),
+        ("detokenize", {"tokens": [1] * 257}, "tokens"),  # the context holds 256
     ],
 )
 async def test_no_worker_is_asked_what_cannot_be_meant(

@@ -196,8 +196,8 @@ def test_how_the_text_is_split_changes_nothing(call_format, cut, is_parallel):
     split, other = read(call_format, *pieces, is_parallel=is_parallel)
     assert split == whole
     assert other.all_whole == reader.all_whole
-    if not whole.calls:
-        assert whole.content == text
+    if not whole.calls:  # of a forced call that was cut, what was begun is no text
+        assert whole.content == text or (call_format == "array" and whole.content == "")
     if not is_parallel:
         assert len(whole.calls) <= 1
     for name, arguments in whole.calls:

@@ -6,11 +6,13 @@ import socket
 import pytest
 from aiohttp import web
 from leg_ear import MESSAGE, Ear, closed, open_leg
+from msgspec.structs import replace
 from scripted_worker import ScriptedWorker, finished, make_record, released, token
 
 from neuron_di.config import LimitOptions
-from neuron_di.errors import PeerGone, PeerTimeout, RemoteProtocolError
-from neuron_di.wire import Failed
+from neuron_di.errors import PeerGone, PeerTimeout, RemoteProtocolError, TooLarge
+from neuron_di.wire import Failed, SamplingParams
+from neuron_di.wire.codec import LEG_BYTES_MAX
 from neuron_di_proxy.failure import LegFailed
 from neuron_di_proxy.worker_client import WorkerClient
 
@@ -41,6 +43,20 @@ async def test_all_legs_at_a_worker_share_one_connection(client, worker):
     assert link._transport.get_extra_info("socket").getsockopt(
         socket.IPPROTO_TCP, socket.TCP_NODELAY
     )
+
+
+async def test_a_leg_that_no_link_carries_fails_alone(client, worker):
+    _bystander, other_ear, seen = await open_leg(client, worker)
+    too_much = SamplingParams(stop=("x" * LEG_BYTES_MAX,))
+    ear = Ear()
+    leg = client.open_leg(worker.record, "decode", replace(MESSAGE, sampling=too_much))
+    leg.open(ear)
+    assert ear.said.empty()
+    assert isinstance(await ear.next(), TooLarge)
+    leg.close()
+    await seen.finish(finished(1))
+    assert await other_ear.next() == finished(1)
+    assert len(worker.legs) == 1
 
 
 async def test_legs_that_open_before_there_is_a_connection_all_arrive(client, worker):

@@ -80,3 +80,16 @@ async def test_a_record_counts_only_at_its_own_key_and_version(registry, make_re
         await registry.put(record.key(), encode_json(record), lease)
         assert await wait_workers(directory, lambda workers: workers) == (record,)
         assert directory.num_ignored == 2
+
+
+@pytest.mark.parametrize("worker_id", ["", "a b", "a\n", "工", "a" * 65])
+async def test_a_worker_whose_name_no_header_can_hold_is_none(
+    registry, make_record, wait_workers, worker_id
+):
+    lease = await registry.grant(10)
+    named, record = make_record(4001, worker_id=worker_id), make_record(4000)
+    async with Directory(registry) as directory:
+        await registry.put(named.key(), encode_json(named), lease)
+        await registry.put(record.key(), encode_json(record), lease)
+        assert await wait_workers(directory, lambda workers: workers) == (record,)
+        assert directory.num_ignored == 1

@@ -178,7 +178,6 @@ def test_reasoning_has_several_names(name):
         (call(7), "must be a JSON object"),
         ({**call({}), "content": 7}, "content must be a string"),
         ({"role": "assistant", "content": None}, "content must be"),
-        ({"role": "user", "content": None, "tool_calls": [CALL]}, "content must be"),
         ({"role": "tool", "content": None}, "content must be"),
         ({"role": "user", "content": "x", "name": 7}, r"name must be a string"),
         ({"role": "assistant", "content": "x", "reasoning": [1]}, "reasoning must be a string"),
@@ -188,6 +187,40 @@ def test_bad_calls_are_refused_by_name(message, words):
     with pytest.raises(BadRequest, match=words) as caught:
         ChatTemplate(STYLES["hermes"], {}).render([message])
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "martian", "content": "x"}, "role"),
+        ({"role": [], "content": "x"}, "role"),
+        ({"content": "x"}, "role"),
+        ({**ASK, "foo": None}, "foo"),
+        ({**ASK, "x" * 99: 1}, "x" * 64),
+        ({**ASK, "tool_calls": [CALL]}, "tool_calls"),
+        ({**ASK, "tool_call_id": "a"}, "tool_call_id"),
+        ({**ASK, "reasoning": "a"}, "reasoning"),
+        ({**ASK, "audio": {"id": "a"}}, "audio"),
+        ({**ASK, "refusal": "no"}, "refusal"),
+        ({**call({}), "refusal": "no"}, "refusal"),
+        ({**call({}), "function_call": {"name": "f", "arguments": "{}"}}, "function_call"),
+        ({**call({}), "annotations": [{}]}, "annotations"),
+    ],
+)
+def test_what_no_template_would_see_is_refused_by_its_place(message, param):
+    with pytest.raises(BadRequest) as caught:
+        ChatTemplate(STYLES["hermes"], {}).render([ASK, message])
+    assert caught.value.param == f"messages[1].{param}"
+    assert "martian" not in str(caught.value)
+
+
+def test_an_answer_can_be_sent_back_as_it_came():
+    """OpenAI's have keys that say nothing."""
+    nothing = {"refusal": None, "audio": None, "function_call": None, "annotations": []}
+    plain = {"role": "assistant", "content": "x"}
+    template = ChatTemplate(STYLES["hermes"], {})
+    for bare, key in ((plain, {"tool_calls": []}), (call({}), {"reasoning": None})):
+        assert template.render([ASK, {**bare, **nothing, **key}]) == template.render([ASK, bare])
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_text_parts_are_joined():
         ([{"role": 3, "content": "x"}], r"messages\[0\]\.role"),
         ([{"role": "user", "content": "x"}, {"role": "user"}], r"messages\[1\]\.content"),
         ([{"role": "user", "content": None}], "content must be"),
+        ([{"role": "user", "content": []}], "content must be"),
         ([{"role": "user", "content": {"a": 1}}], "content must be"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
         ([{"role": "user", "content": ["x"]}], "part of type None"),
@@ -92,7 +93,7 @@ def test_text_parts_are_joined():
 def test_bad_messages_are_refused_by_name(messages, words):
     with pytest.raises(BadRequest, match=words) as caught:
         ChatTemplate(CHAT_TEMPLATE, {"eos_token": "x"}).render(messages)
-    assert caught.value.param == "messages"
+    assert caught.value.param in ("messages", "messages[0].role")
 
 
 @pytest.mark.parametrize(

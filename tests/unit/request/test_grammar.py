@@ -4,14 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from tokenizer_kit import KINDS, make_tokenizer
+from grammar_kit import EOS, Kit
+from tokenizer_kit import KINDS
 
 from neuron_di.errors import BadRequest, RemoteProtocolError
-from neuron_di.request.grammar import COMPILED_MAX, GrammarCompiler
-from neuron_di.request.vocabulary import Vocabulary
+from neuron_di.request.grammar import COMPILED_MAX
 from neuron_di.wire import Grammar
 
-EOS = 0
 kinds = pytest.mark.parametrize("kind", KINDS)
 OBJECT = {
     "type": "object",
@@ -19,51 +18,6 @@ OBJECT = {
     "required": ["name", "n"],
     "additionalProperties": False,
 }
-
-
-class Kit:
-    def __init__(self, kind="byte_level", eos=(EOS,), extra=5):
-        self.tokenizer = make_tokenizer(kind)
-        # Rows of logits are often longer than the tokenizer's vocabulary.
-        self.vocabulary = Vocabulary(
-            self.tokenizer, num_vocab=self.tokenizer.num_vocab + extra, eos_token_ids=eos
-        )
-        self.compiler = GrammarCompiler(self.vocabulary)
-        self.raw_V = np.arange(self.vocabulary.num_vocab, dtype=np.float32)
-
-    def schema(self, schema, after="", stop_token_ids=()):
-        grammar = Grammar(kind="json_schema", value=json.dumps(schema), after=after)
-        return self.compiler.state_of(grammar, stop_token_ids)
-
-    def choice(self, *choices, after=""):
-        return self.compiler.state_of(
-            Grammar(kind="choice", value=json.dumps(choices), after=after)
-        )
-
-    def allowed(self, state):
-        masked_V = state.masked(self.raw_V)
-        is_kept = ~np.isneginf(masked_V)
-        assert (masked_V[is_kept] == self.raw_V[is_kept]).all()
-        return set(np.flatnonzero(is_kept).tolist())
-
-    def ids(self, text):
-        """Byte by byte: what any tokenizer here can spell at any place."""
-        of_byte = {piece: i for i, piece in reversed(list(enumerate(self.vocabulary.token_bytes)))}
-        return [of_byte[bytes([byte])] for byte in text.encode()]
-
-    def write(self, state, text):
-        """Spell a text with the longest allowed tokens. Where it is forced there is only one."""
-        left = text.encode()
-        while left:
-            fitting = [
-                token_id
-                for token_id in self.allowed(state)
-                if (piece := self.vocabulary.token_bytes[token_id]) and left.startswith(piece)
-            ]
-            assert fitting, left
-            chosen = max(fitting, key=lambda token_id: len(self.vocabulary.token_bytes[token_id]))
-            assert not state.accept(chosen)
-            left = left[len(self.vocabulary.token_bytes[chosen]) :]
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +145,7 @@ def test_what_was_compiled_long_ago_is_forgotten():
     kit = Kit()
     for length in range(COMPILED_MAX + 3):
         kit.schema({"type": "string", "maxLength": length})
-    assert len(kit.compiler._matchers) == COMPILED_MAX
+    assert len(kit.compiler._compiled) == COMPILED_MAX
     kit.schema({"type": "string", "maxLength": 5})
     assert kit.compiler.num_compiled == COMPILED_MAX + 3
     kit.schema({"type": "string", "maxLength": 0})

@@ -105,6 +105,12 @@ def test_max_tokens_fill_the_context_exactly():
     assert resolve_max_tokens(SamplingParams(max_tokens=None), 9, 10) == 1
 
 
+@pytest.mark.parametrize(("max_tokens", "resolved"), [(5, 5), (7, 6), (None, 6)])
+def test_a_limit_that_nobody_asked_for_is_cut_to_the_context(max_tokens, resolved):
+    params = SamplingParams(max_tokens=max_tokens, fits_context=True)
+    assert resolve_max_tokens(params, 4, 10) == resolved
+
+
 @pytest.mark.parametrize(
     ("params", "num_prompt", "words", "field"),
     [

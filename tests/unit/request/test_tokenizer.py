@@ -1,4 +1,5 @@
 import json
+import threading
 
 import pytest
 from hypothesis import given
@@ -164,3 +165,32 @@ def test_without_a_config_there_is_neither_eos_nor_chat(tmp_path):
     with pytest.raises(BadRequest, match="no chat template") as caught:
         tokenizer.render_chat([{"role": "user", "content": "hello"}])
     assert caught.value.param == "messages"
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+    """The library's call for one text would stop them all: a worker's heartbeats, too."""
+    tokenizer = make_tokenizer("byte_level")
+    is_done = threading.Event()
+    turns = 0
+
+    def take_turns():
+        nonlocal turns
+        while not is_done.wait(0.0001):
+            turns += 1
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    before = turns
+    tokenizer.encode("the quick brown fox " * 25_000)
+    during = turns - before
+    is_done.set()
+    other.join()
+    assert during >= 20
+
+
+@kinds
+def test_no_token_has_more_bytes_than_the_longest(kind):
+    tokenizer = make_tokenizer(kind)
+    for text in (*TEXTS, "the dog " * 50, "<tool>" * 40):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert len(text.encode()) <= len(ids) * tokenizer.token_bytes_max

@@ -1,5 +1,9 @@
 """`neuron-di key`, as an operator types it."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from neuron_di.cli import main
@@ -63,3 +67,15 @@ def test_what_cannot_be_is_said_in_one_line(capsys, file, arguments, said):
     assert (code, output) == (2, "")
     assert said in words
     assert "\n" not in words
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path, capsys):
+    file = str(tmp_path / "keys.toml")
+    for number in range(3):
+        assert main(["key", "create", file, f"tenant-{number}"]) == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "neuron_di", "key", "list", file]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, b"")

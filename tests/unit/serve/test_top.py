@@ -162,17 +162,12 @@ def test_a_proxy_that_goes_and_comes_back(proxy):
 
 
 def test_what_a_worker_says_cannot_command_the_terminal(proxy):
-    bad = "decode-\x1b[2J\x07"
     said = worker("decode", 0, health="down")
-    proxy.status = report(
-        structs.replace(
-            said, record=structs.replace(said.record, worker_id=bad), health_reason="\x1b]0;x"
-        )
-    )
+    proxy.status = report(structs.replace(said, health_reason="\x1b]0;x\x1b[2J\x07"))
     view = View(proxy.url, None)
     view.look()
     text = "".join(lines_of(view))
-    assert "decode-?[2J? gets no requests: ?]0;x" in text
+    assert "decode-0 gets no requests: ?]0;x?[2J?" in text
     assert "\x1b" not in text
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +15,8 @@ from neuron_di.request import Request, Tokenizer
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.testing.checkpoints import TOOL_CHAT_TEMPLATE
 from neuron_di.wire import JSON_NULL, PrefillLeg, PromptOptions, encode_json, prefill_leg_decoder
-from neuron_di.worker.prompts import REPORTED_LOGPROBS_MAX, PromptReader
+from neuron_di.wire.legs import REPORTED_LOGPROBS_MAX
+from neuron_di.worker.prompts import LONG_BYTES, PromptReader
 
 CONTEXT = 3000
 ASK = {"role": "user", "content": "hi there"}
@@ -122,7 +125,7 @@ def test_of_a_long_prompt_the_last_tokens_are_kept(reader: PromptReader) -> None
     assert read(reader, leg_of(ids, keep_last_tokens=100)).prompt_ids == ids
     assert read(reader, leg_of(ids, keep_last_tokens=101)).prompt_ids == ids
     long = ids * 40
-    assert read(reader, leg_of(long, keep_last_tokens=-1)).prompt_ids == long[-(CONTEXT - 8) :]
+    assert read(reader, leg_of(long, keep_last_tokens=50)).prompt_ids == long[-50:]
     assert "the context holds" in refusal(reader, leg_of(long)).message
     text = "one two three four"
     kept = read(reader, leg_of(text, keep_last_tokens=2, report=True))
@@ -133,7 +136,70 @@ def test_of_a_long_prompt_the_last_tokens_are_kept(reader: PromptReader) -> None
     assert len(kept.prompt_wish.text) < len(text)
 
 
-@pytest.mark.parametrize("keep", [0, -2])
+@pytest.fixture
+def encoded(reader: PromptReader, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """(characters, thread) of each text that is tokenised from now on."""
+    texts: list[tuple[int, str]] = []
+    encode = reader.tokenizer.encode
+
+    def watch(text: str, **options: Any) -> list[int]:
+        texts.append((len(text), threading.current_thread().name))
+        return encode(text, **options)
+
+    monkeypatch.setattr(reader.tokenizer, "encode", watch)
+    return texts
+
+
+def test_what_cannot_fit_the_context_is_not_tokenised(
+    reader: PromptReader, encoded: list[tuple[int, str]]
+) -> None:
+    num_bytes = reader.text_bytes_max
+    assert num_bytes >= CONTEXT
+    fits, wide, long = "a" * num_bytes, "é" * (num_bytes // 2 + 1), "a" * (num_bytes + 1)
+    for endpoint, param in (("completions", "prompt"), ("chat", "messages")):
+        for text in (wide, long):
+            prompt = text if endpoint == "completions" else [{**ASK, "content": text}]
+            error = refusal(reader, leg_of(prompt, endpoint))
+            assert error.param == param
+            assert f"{num_bytes} bytes" in error.message
+            with pytest.raises(BadRequest):
+                reader.read_prompt(endpoint, raw(prompt), PromptOptions())
+    assert encoded == []
+    assert "the context holds" in refusal(reader, leg_of(fits)).message
+    assert [length for length, _ in encoded] == [num_bytes]
+
+
+def test_of_a_text_that_is_cut_only_the_end_is_tokenised(
+    reader: PromptReader, encoded: list[tuple[int, str]]
+) -> None:
+    text = "".join(f" {n} of many words" for n in range(reader.text_bytes_max // 10))
+    kept = read(reader, leg_of(text, keep_last_tokens=CONTEXT - 8)).prompt_ids
+    assert [length for length, _ in encoded] == [reader.text_bytes_max]
+    assert kept == reader.tokenizer.encode(text)[-(CONTEXT - 8) :]
+
+
+def test_ids_that_cannot_fit_are_not_looked_at(reader: PromptReader) -> None:
+    assert "the context holds" in refusal(reader, leg_of([-1] * (CONTEXT + 1))).message
+    ids = [-1, *range(100, 100 + 2), *[7] * (CONTEXT - 2)]
+    assert read(reader, leg_of(ids, keep_last_tokens=9)).prompt_ids == [7] * 9
+
+
+def test_long_prompts_are_read_on_one_thread_and_short_ones_do_not_wait(
+    reader: PromptReader, encoded: list[tuple[int, str]]
+) -> None:
+    wide = PromptReader(reader.tokenizer, num_vocab=reader.num_vocab, context_tokens=1 << 20)
+    long = "a " * (LONG_BYTES // 2)
+
+    async def read_all() -> None:
+        await asyncio.gather(*(wide.read(leg_of(text)) for text in (long, "b", long)))
+
+    asyncio.run(read_all())
+    threads = dict(encoded)
+    assert len({name for length, name in encoded if length == len(long)}) == 1
+    assert threads[1] != threads[len(long)]
+
+
+@pytest.mark.parametrize("keep", [0, -1, -2])
 def test_none_or_fewer_tokens_are_not_kept(reader: PromptReader, keep: int) -> None:
     error = refusal(reader, leg_of("x", keep_last_tokens=keep))
     assert error.param == "truncate_prompt_tokens"
@@ -164,10 +230,13 @@ def test_logprobs_of_a_prompt_are_bounded(reader: PromptReader) -> None:
     limit = REPORTED_LOGPROBS_MAX // (num_top + 1)
     assert read(wide, leg_of([5] * limit, report=True, logprobs=num_top)).num_prompt == limit
     error = refusal(wide, leg_of([5] * (limit + 1), report=True, logprobs=num_top))
-    assert error.param == "logprobs"
+    assert error.param == "prompt_logprobs"
+    echoed = leg_of([5] * (limit + 1), report=True, logprobs=num_top, logprobs_param="logprobs")
+    assert refusal(wide, echoed).param == "logprobs"
     assert str(REPORTED_LOGPROBS_MAX) in error.message
     for wrong in (-1, 21):
-        assert refusal(wide, leg_of("x", report=True, logprobs=wrong)).param == "logprobs"
+        error = refusal(wide, leg_of("x", report=True, logprobs=wrong))
+        assert error.param == "prompt_logprobs"
     assert read(wide, leg_of([5] * (limit + 1), report=True)).num_prompt == limit + 1
 
 

@@ -104,7 +104,9 @@ async def test_a_chat_is_what_its_leg_would_be(folder: Path) -> None:
         ("/tokenize", question("completions", "\ud800"), 502, None),
         ("/tokenize", b"{", 502, None),  # the proxy's mistake, not the client's
         ("/tokenize", b'{"endpoint":"other","prompt":1}', 502, None),
+        ("/tokenize", question("completions", "a" * 50_000), 400, "prompt"),
         ("/detokenize", b'{"tokens":[2048]}', 400, "tokens"),
+        ("/detokenize", encode_json(DetokenizeIds([5] * 513)), 400, "tokens"),
         ("/detokenize", b'{"tokens":[-1]}', 400, "tokens"),
         ("/detokenize", b'{"tokens":["x"]}', 502, None),
     ],

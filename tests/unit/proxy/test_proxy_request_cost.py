@@ -1,0 +1,46 @@
+"""What a request counts where tenants compete."""
+
+import asyncio
+
+import pytest
+from request_bodies import chat, completion
+from running_proxy import AT_ONCE, ListDirectory
+
+from neuron_di_proxy.admission import Ticket
+from neuron_di_proxy.client_request import UNLIMITED_TOKENS
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.quart_reply import QuartReply
+from neuron_di_proxy.service import Service
+
+
+@pytest.mark.parametrize(
+    ("request_", "cost"),
+    [
+        (completion(prompt="x" * 398, max_tokens=5), 100 + 5),  # its quotes included
+        (completion(prompt=["x" * 398, "x" * 398], n=3, max_tokens=5), 200 + 6 * 5),
+        (completion(prompt="x" * 398), 100 + 16),
+    ],
+)
+def test_prompts_and_answers_are_counted(request_, cost):
+    assert request_.cost == cost
+
+
+def test_an_answer_without_a_limit_counts_as_a_stated_number():
+    limited, unlimited = chat(max_tokens=1), chat()
+    assert unlimited.cost - limited.cost == UNLIMITED_TOKENS - 1
+
+
+async def test_the_queue_goes_by_it(monkeypatch):
+    costs = []
+
+    def take(_, num_places, cost):
+        costs.append((num_places, cost))
+
+    monkeypatch.setattr(Ticket, "take", take)
+    service = Service(ProxyConfig(limits=AT_ONCE), ListDirectory([]))
+    exchange = service.open("completions", {})
+    body = b'{"model": "tiny", "prompt": "%b", "max_tokens": 7, "n": 2}' % (b"x" * 38)
+    answering = asyncio.create_task(exchange.answer(body, QuartReply(0)))
+    await answering
+    exchange.close()
+    assert costs == [(2, 10 + 14)]

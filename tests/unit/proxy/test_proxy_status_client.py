@@ -1,0 +1,185 @@
+"""The client that asks workers how they are: one connection each, kept, and strict."""
+
+import asyncio
+
+import pytest
+
+from neuron_di.clock import now_s
+from neuron_di.errors import RemoteProtocolError
+from neuron_di_proxy.static_directory import StaticDirectory
+from neuron_di_proxy.status_client import ANSWER_BYTES_MAX, StatusClient
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+UPGRADING = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nx"
+IN_CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n"
+
+
+class Answering:
+    """A server that answers every question with the same bytes. `answer` None: with nothing."""
+
+    def __init__(self, answer=OK):
+        self.answer = answer
+        self.questions = []
+        self.writers = []
+        self._serving = []
+        self.asked = asyncio.Event()
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.place = self._server.sockets[0].getsockname()
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+        self.hang_up()
+        await asyncio.gather(*self._serving)
+
+    def hang_up(self):
+        for writer in self.writers:
+            writer.close()
+
+    async def _serve(self, reader, writer):
+        self.writers.append(writer)
+        self._serving.append(asyncio.current_task())
+        try:
+            while True:
+                self.questions.append(await reader.readuntil(b"\r\n\r\n"))
+                self.asked.set()
+                if self.answer is not None:
+                    writer.write(self.answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+@pytest.fixture
+async def server(stack):
+    return await stack.enter_async_context(Answering())
+
+
+@pytest.fixture
+def asker(stack):
+    client = StatusClient()
+    stack.callback(client.close)
+    return client
+
+
+async def ask(client, server):
+    async with asyncio.timeout(10):
+        return await client.ask(*server.place)
+
+
+async def until(condition):
+    end_s = now_s() + 10
+    while not condition():
+        assert now_s() < end_s, "it never came to hold"
+        await asyncio.sleep(0.01)
+
+
+async def test_one_connection_serves_all_questions(asker, server):
+    for _ in range(3):
+        assert await ask(asker, server) == (200, b"{}")
+    assert len(server.writers) == 1
+    host, port = server.place
+    assert server.questions == [f"GET /status HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()] * 3
+
+
+async def test_questions_at_one_time_leave_one_connection(asker, server):
+    answers = await asyncio.gather(*(ask(asker, server) for _ in range(4)))
+    assert answers == [(200, b"{}")] * 4
+    assert len(server.writers) == 4
+    await ask(asker, server)
+    assert len(server.writers) == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_connections"), [(OK, 1), (IN_CHUNKS, 1), (CLOSING, 2), (UPGRADING, 2)]
+)
+async def test_an_answer_however_it_is_sent(asker, server, answer, num_connections):
+    server.answer = answer
+    expected = (101, b"") if answer is UPGRADING else (200, b"{}")
+    for _ in range(2):
+        assert await ask(asker, server) == expected
+    assert len(server.writers) == num_connections
+
+
+async def test_a_connection_that_was_ended_while_idle_is_made_again(asker, server):
+    await ask(asker, server)
+    server.hang_up()
+    for _ in range(2):
+        assert await ask(asker, server) == (200, b"{}")
+    assert len(server.writers) == 2
+
+
+async def test_connections_that_have_ended_are_forgotten(asker):
+    for _ in range(5):
+        async with Answering() as server:
+            await ask(asker, server)
+            kept = asker._kept[server.place]
+        await until(lambda kept=kept: kept.is_over)
+    assert len(asker._kept) == 1
+
+
+async def test_what_comes_unasked_ends_a_connection(asker, server):
+    server.answer = OK + OK
+    assert await ask(asker, server) == (200, b"{}")
+    server.answer = OK
+    assert await ask(asker, server) == (200, b"{}")
+    assert len(server.writers) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"ready\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * ANSWER_BYTES_MAX,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n" + b"x" * ANSWER_BYTES_MAX,
+    ],
+)
+async def test_what_is_no_answer_is_refused(asker, server, answer):
+    server.answer = answer
+    with pytest.raises(RemoteProtocolError):
+        await ask(asker, server)
+    server.answer = OK
+    assert await ask(asker, server) == (200, b"{}")
+    assert len(server.writers) == 2
+
+
+async def test_nobody_there_and_no_name(asker, server):
+    async with Answering() as gone:
+        pass
+    with pytest.raises(OSError, match=r"refused|Connect"):
+        await ask(asker, gone)
+    with pytest.raises(UnicodeError):
+        await asker.ask("x" * 64 + "é", 1)
+
+
+async def test_a_question_that_is_given_up_ends_its_connection(asker, server):
+    server.answer = None
+    asking = asyncio.create_task(ask(asker, server))
+    await server.asked.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    server.answer = OK
+    assert await ask(asker, server) == (200, b"{}")
+    assert len(server.writers) == 2
+
+
+async def test_a_static_directory_keeps_its_view_while_nothing_changes(cluster):
+    def address(worker):
+        return f"http://localhost:{worker.record.api_port}/"
+
+    workers = cluster.prefill, cluster.decode
+    async with StaticDirectory(tuple(address(each) for each in workers)) as directory:
+        await until(lambda: len(directory.workers()) == len(workers))
+        view = directory.workers()
+        assert [(each.worker_id, each.host) for each in view] == [
+            ("p1", "localhost"),
+            ("d1", "localhost"),
+        ]
+        num_asked = cluster.prefill.num_asked
+        await until(lambda: cluster.prefill.num_asked >= num_asked + 3)
+        assert directory.workers() is view
+        cluster.decode.restart()
+        await until(lambda: directory.workers() is not view)
+        assert directory.workers()[1].incarnation == cluster.decode.record.incarnation
