@@ -15,10 +15,10 @@ demo: $(VENV)/demo ## serve the shipped model on this machine and chat with it o
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/dev ## the whole test suite
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest --numprocesses 2 $(TESTS)
 
 test-optimised: $(VENV)/dev ## the same under python -O: no check may hide in an assert
-	$(BIN)/python -O -m pytest $(TESTS)
+	$(BIN)/python -O -m pytest --numprocesses 2 $(TESTS)
 
 check: $(VENV)/dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
@@ -56,7 +56,7 @@ bench-overload: $(VENV)/dev ## goodput at 1 to 3 times the load that can be answ
 	$(BIN)/python -m benchmarks.overload $(BENCH_ARGS)
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info runtime_bindings/neuron_di_bindings/*.so
+	rm -rf $(VENV) build dist *.egg-info runtime_bindings/neuron_di_bindings/*.so proxy/neuron_di_proxy/*.so
 
-$(VENV)/demo $(VENV)/dev: $(VENV)/%: .ci/make-venv pyproject.toml constraints.txt setup.py $(wildcard runtime_bindings/neuron_di_bindings/*.c)
+$(VENV)/demo $(VENV)/dev: $(VENV)/%: .ci/make-venv pyproject.toml constraints.txt setup.py $(wildcard runtime_bindings/neuron_di_bindings/*.c proxy/neuron_di_proxy/*.c)
 	@.ci/make-venv $*

@@ -1,40 +1,50 @@
-"""Builds the compiled CPU kernels. Everything else about the package is in pyproject.toml."""
+"""Builds what is compiled. Everything else about the package is in pyproject.toml."""
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
-_FOLDER = "runtime_bindings/neuron_di_bindings"
+_KERNELS = "runtime_bindings/neuron_di_bindings"
+_PROXY = "proxy/neuron_di_proxy"
+_OPENMP = "-fopenmp"
 
 
-class BuildKernels(build_ext):
+class BuildCompiled(build_ext):
     """Builds without OpenMP, for one thread, where the compiler has none."""
 
     def build_extension(self, ext: Extension) -> None:
         try:
             super().build_extension(ext)
         except (CompileError, LinkError):
-            ext.extra_compile_args.remove("-fopenmp")
-            ext.extra_link_args.remove("-fopenmp")
+            if _OPENMP not in ext.extra_compile_args:
+                raise
+            ext.extra_compile_args.remove(_OPENMP)
+            ext.extra_link_args.remove(_OPENMP)
             super().build_extension(ext)
 
 
 setup(
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildCompiled},
     ext_modules=[
         # Loaded by ctypes from its file: it has no PyInit, and Python cannot import it.
         Extension(
             "neuron_di_bindings._cpu_kernels",
-            [f"{_FOLDER}/cpu_kernels.c"],
+            [f"{_KERNELS}/cpu_kernels.c"],
             depends=[
-                f"{_FOLDER}/cpu_decode_step.inc.c",
-                f"{_FOLDER}/cpu_chunk_attention.inc.c",
-                f"{_FOLDER}/cpu_vector.inc.c",
+                f"{_KERNELS}/cpu_decode_step.inc.c",
+                f"{_KERNELS}/cpu_chunk_attention.inc.c",
+                f"{_KERNELS}/cpu_vector.inc.c",
             ],
-            extra_compile_args=["-std=gnu11", "-O2", "-g0", "-fno-math-errno", "-fopenmp"],
-            extra_link_args=["-fopenmp"],
+            extra_compile_args=["-std=gnu11", "-O2", "-g0", "-fno-math-errno", _OPENMP],
+            extra_link_args=[_OPENMP],
             libraries=["m"],
             optional=True,  # decode is then slower, by torch
-        )
+        ),
+        Extension(
+            "neuron_di_proxy._token_lane",
+            [f"{_PROXY}/_token_lane.c"],
+            extra_compile_args=["-std=gnu11", "-O2", "-g0"],
+            optional=True,  # every token then goes through Python
+        ),
     ],
 )

@@ -8,14 +8,16 @@ client and the workers would do is done here, off the clock:
     decode     the next token of every stream in one frame, again and again, then Finished
 
 Printed are microseconds of this thread's CPU time per request, least and median of the rounds, and
-what follows from answers of different lengths: the cost of a request, and that of a token. System
-calls are not in it: `make bench-proxy` has them. `--profile` shows the functions instead.
+what follows from answers of different lengths: the cost of a request, and that of a token. The one
+system call in it is what writes to a client, here a cheap one: `make bench-proxy` has them all. `--profile` shows the functions instead.
 """
 
 import argparse
 import asyncio
+import contextlib
 import cProfile
 import pstats
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -48,11 +50,11 @@ REPLIES = (1, 8, 72)
 TEXT = "~0000000000000000000~"
 
 
-class _Socket:
+class _WorkerSocket:
     def setsockopt(self, *_: int) -> None: ...
 
 
-class _Transport(asyncio.Transport):
+class _WorkerTransport(asyncio.Transport):
     """Keeps what is written until it is asked for."""
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ class _Transport(asyncio.Transport):
         self.written.extend(pieces)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return _Socket() if name == "socket" else default
+        return _WorkerSocket() if name == "socket" else default
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -75,6 +77,28 @@ class _Transport(asyncio.Transport):
         return taken
 
     def abort(self) -> None: ...
+
+
+class _ClientTransport(_WorkerTransport):
+    """One with a real socket, whose packets are what was written at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.num_writes = 0
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._ours if name == "socket" else default
+
+    def take(self) -> bytes:
+        self._theirs.setblocking(False)
+        assert not self.written, "the socket takes all"
+        packets = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                packets.append(self._theirs.recv(1 << 16))
+        self.num_writes = len(packets)
+        return b"".join(packets)
 
 
 class NowhereLoop(uvloop.Loop):
@@ -94,7 +118,7 @@ class Link:
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         self._protocol = protocol
-        self._transport = _Transport()
+        self._transport = _WorkerTransport()
         self._frames = FrameReader(FROM_PROXY_BYTES_MAX)
         protocol.connection_made(self._transport)
         hello = self._transport.written.pop(0)
@@ -128,6 +152,9 @@ class Owner:
 
     def left(self, _: FrontConnection) -> None: ...
 
+    def let_answer(self, connection: FrontConnection) -> None:
+        connection.begin_answer()
+
     def hand_over(self, *_: Any) -> None:
         raise AssertionError("these connections are HTTP/1.1")
 
@@ -152,9 +179,9 @@ class Path:
         limits = LimitOptions(requests_max=ROOM, queue_max=ROOM)
         owner = Owner(Service(ProxyConfig(limits=limits), Directory()))
         self._loop = cast("NowhereLoop", asyncio.get_running_loop())
-        self._clients: list[tuple[FrontConnection, _Transport]] = []
+        self._clients: list[tuple[FrontConnection, _ClientTransport]] = []
         for _ in range(num_streams):
-            connection, transport = FrontConnection(owner), _Transport()
+            connection, transport = FrontConnection(owner), _ClientTransport()
             connection.connection_made(transport)
             self._clients.append((connection, transport))
         self.num_writes = 0  # of all clients, in the last round
@@ -186,9 +213,10 @@ class Path:
         await self._on_clock(lambda: None, turns=3)
         prefill.opened()  # what was closed
         decode.opened()
-        self.num_writes = sum(len(transport.written) for _, transport in self._clients)
+        self.num_writes = 0
         for _, transport in self._clients:
             answer = transport.take()
+            self.num_writes += transport.num_writes
             assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), "an answer is not whole"
             assert answer.count(TEXT.encode()) == reply_tokens, "a token is missing"
         return self._on_s / len(self._clients)

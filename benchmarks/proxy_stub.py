@@ -296,7 +296,8 @@ async def _serve(tick_s: float, http_ports: list[int], link_ports: list[int]) ->
     workers = LinkWorkers(ticker)
     roles: tuple[Role, Role] = ("prefill", "decode")
     for port, role in zip(link_ports, roles, strict=True):
-        body = encode_json(status(role, port))
+        said = status(role, port)
+        body = encode_json(said)
 
         async def answer(_: web.Request, body: bytes = body) -> web.Response:
             return web.Response(body=body, content_type="application/json")
@@ -306,7 +307,7 @@ async def _serve(tick_s: float, http_ports: list[int], link_ports: list[int]) ->
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         assert runner.server is not None, "it is set up"
-        links = LegLinkServer(workers.open, runner.server)
+        links = LegLinkServer(workers.open, runner.server, lambda said=said: said)
         await loop.create_server(links, "127.0.0.1", port, backlog=BACKLOG)
     print("ready", flush=True)
     await asyncio.Event().wait()

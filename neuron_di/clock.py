@@ -3,8 +3,9 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 
 class Clock(Protocol):
@@ -58,8 +59,7 @@ def sleep_s(duration_s: float) -> None:
     _clock.sleep_s(duration_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(msgspec.Struct, frozen=True):
     """The moment after which a wait ends. Absolute, so that it can be passed on unchanged."""
 
     at_s: float

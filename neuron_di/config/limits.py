@@ -82,7 +82,7 @@ class LimitOptions:
         at_most=100,
     )
     probe_interval_s: float = option(
-        "seconds between two questions to each worker whether it lives",
+        "seconds between two questions whether it lives to a worker that does not say so by itself",
         default=0.5,
         at_least=0.05,
         at_most=86_400,

@@ -75,8 +75,7 @@ def _known(where: str, message: dict[str, Any], keys: tuple[str, ...]) -> dict[s
     checked = {}
     for key, value in message.items():
         if key not in _KNOWN_KEYS:
-            shown = key[:KEY_CHARS_MAX]
-            raise BadRequest(f"{where}.{shown} is not a known key", param=f"{where}.{shown}")
+            raise _unknown(where, key)
         if value is None or (value == [] and key != "content"):
             continue
         if key not in keys:
@@ -90,13 +89,17 @@ def _known(where: str, message: dict[str, Any], keys: tuple[str, ...]) -> dict[s
 def _check_content(where: str, content: Any) -> str:
     if isinstance(content, list) and content:
         # The parts are separate paragraphs, as vLLM has it.
-        content = "\n".join(_part_text(where, part) for part in content)
+        parts = enumerate(content)
+        content = "\n".join(_part_text(f"{where}[{index}]", part) for index, part in parts)
     if not isinstance(content, str):
         raise _bad(f"{where} must be a string or a list of text parts")
     return content
 
 
 _OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "audio_url", "video_url")
+# Beside a part's text clients say what another server may keep of the prompt. As with
+# prompt_cache_key, no answer depends on it.
+_PART_KEYS = ("type", "text", "cache_control")
 
 
 def _part_text(where: str, part: Any) -> str:
@@ -104,10 +107,13 @@ def _part_text(where: str, part: Any) -> str:
     if kind != "text":
         # A type that is not OpenAI's may be anything, a piece of the prompt too: not repeated.
         shown = repr(kind) if kind in (None, *_OTHER_PARTS) else "unknown"
-        raise _bad(f"{where} has a part of type {shown}; only 'text' is supported")
+        raise _bad(f"{where} is a part of type {shown}; only 'text' is supported")
+    for key in part:
+        if key not in _PART_KEYS:
+            raise _unknown(where, key)
     text = part.get("text")
     if not isinstance(text, str):
-        raise _bad(f"{where} has a text part without a text")
+        raise _bad(f"{where} is a text part without a text")
     return text
 
 
@@ -140,6 +146,11 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
                 raise _bad(f"a message's {name} must be a string")
             return {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _unknown(where: str, key: str) -> BadRequest:
+    shown = f"{where}.{key[:KEY_CHARS_MAX]}"
+    return BadRequest(f"{shown} is not a known key", param=shown)
 
 
 def _bad(message: str) -> BadRequest:

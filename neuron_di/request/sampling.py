@@ -10,7 +10,7 @@ from typing import NamedTuple
 from neuron_di.errors import BadRequest
 from neuron_di.request.request import Request
 from neuron_di.types import FinishReason
-from neuron_di.wire import SamplingParams
+from neuron_di.wire import Grammar, SamplingParams
 
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 1024
@@ -50,25 +50,42 @@ def check_sampling(params: SamplingParams, num_vocab: int | None = None) -> None
 
     Without `num_vocab` token ids are not compared with the vocabulary.
     """
-    _check_range("temperature", params.temperature, 0, 2)
-    _check_range("top_p", params.top_p, 0, 1, low_is_allowed=False)
-    _check_range("min_p", params.min_p, 0, 1)
-    _check_range("presence_penalty", params.presence_penalty, -2, 2)
-    _check_range("frequency_penalty", params.frequency_penalty, -2, 2)
-    _check_range("repetition_penalty", params.repetition_penalty, REPETITION_PENALTY_MIN, 2)
-    _check_range("seed", params.seed, _SEED_MIN, _SEED_MAX)
+    # Written so that NaN, which compares false with everything, is refused.
+    if not 0 <= params.temperature <= 2:
+        raise _out_of_range("temperature", 0, 2)
+    if not 0 < params.top_p <= 1:
+        raise _out_of_range("top_p", 0, 1, low_is_allowed=False)
+    if not 0 <= params.min_p <= 1:
+        raise _out_of_range("min_p", 0, 1)
+    if not -2 <= params.presence_penalty <= 2:
+        raise _out_of_range("presence_penalty", -2, 2)
+    if not -2 <= params.frequency_penalty <= 2:
+        raise _out_of_range("frequency_penalty", -2, 2)
+    if not REPETITION_PENALTY_MIN <= params.repetition_penalty <= 2:
+        raise _out_of_range("repetition_penalty", REPETITION_PENALTY_MIN, 2)
+    if not _SEED_MIN <= params.seed <= _SEED_MAX:
+        raise _out_of_range("seed", _SEED_MIN, _SEED_MAX)
     if params.top_k < 0:
         raise BadRequest("top_k must be 0 (off) or more", param="top_k")
-    if params.logprobs is not None:
-        _check_range("logprobs", params.logprobs, 0, LOGPROBS_MAX)
-    if params.max_tokens is not None and params.max_tokens < 1:
+    if params.logprobs is not None and not 0 <= params.logprobs <= LOGPROBS_MAX:
+        raise _out_of_range("logprobs", 0, LOGPROBS_MAX)
+    max_tokens = params.max_tokens
+    if max_tokens is not None and max_tokens < 1:
         raise BadRequest("max_tokens must be at least 1", param="max_tokens")
     if params.min_tokens < 0:
         raise BadRequest("min_tokens must be at least 0", param="min_tokens")
-    if params.max_tokens is not None:
-        _check_min_tokens(params, params.max_tokens)
-    _check_stop(params, num_vocab)
-    _check_token_rules(params, num_vocab)
+    if max_tokens is not None:
+        _check_min_tokens(params, max_tokens)
+    if params.stop or params.stop_token_ids:
+        _check_stop(params, num_vocab)
+    if params.logit_bias:
+        _check_logit_bias(params, num_vocab)
+    if params.allowed_token_ids is not None:
+        _check_allowed(params.allowed_token_ids, num_vocab)
+    if params.bad_words:
+        _check_bad_words(params)
+    if params.grammar is not None:
+        _check_grammar(params.grammar)
 
 
 def resolve_max_tokens(params: SamplingParams, num_prompt: int, context_tokens: int) -> int:
@@ -147,14 +164,10 @@ def _finish(request: Request, reason: FinishReason, stop_token_id: int | None) -
     return Finish(reason, stop_token_id, held)
 
 
-def _check_range(
-    name: str, value: float, low: float, high: float, *, low_is_allowed: bool = True
-) -> None:
-    # Written so that NaN, which compares false with everything, is refused.
-    if not (low <= value <= high) or (value == low and not low_is_allowed):
-        border = "between" if low_is_allowed else "more than"
-        joint = "and" if low_is_allowed else "and at most"
-        raise BadRequest(f"{name} must be {border} {low} {joint} {high}", param=name)
+def _out_of_range(name: str, low: float, high: float, *, low_is_allowed: bool = True) -> BadRequest:
+    border = "between" if low_is_allowed else "more than"
+    joint = "and" if low_is_allowed else "and at most"
+    return BadRequest(f"{name} must be {border} {low} {joint} {high}", param=name)
 
 
 def _check_min_tokens(params: SamplingParams, max_tokens: int) -> None:
@@ -179,37 +192,42 @@ def _check_stop(params: SamplingParams, num_vocab: int | None) -> None:
     _check_ids("stop_token_ids", params.stop_token_ids, num_vocab)
 
 
-def _check_token_rules(params: SamplingParams, num_vocab: int | None) -> None:
+def _check_logit_bias(params: SamplingParams, num_vocab: int | None) -> None:
     if len(params.logit_bias) > LOGIT_BIAS_MAX:
         raise BadRequest(f"logit_bias holds more than {LOGIT_BIAS_MAX} ids", param="logit_bias")
     _check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], num_vocab)
-    for _, bias in params.logit_bias:
-        _check_range("logit_bias", bias, -100, 100)
-    if params.allowed_token_ids is not None:
-        allowed_max = ALLOWED_IDS_MAX if num_vocab is None else num_vocab
-        if not 1 <= len(params.allowed_token_ids) <= allowed_max:
-            raise BadRequest(
-                f"allowed_token_ids must hold 1 to {allowed_max} ids", param="allowed_token_ids"
-            )
-        _check_ids("allowed_token_ids", params.allowed_token_ids, num_vocab)
+    if not all(-100 <= bias <= 100 for _, bias in params.logit_bias):
+        raise _out_of_range("logit_bias", -100, 100)
+
+
+def _check_allowed(allowed: Sequence[int], num_vocab: int | None) -> None:
+    allowed_max = ALLOWED_IDS_MAX if num_vocab is None else num_vocab
+    if not 1 <= len(allowed) <= allowed_max:
+        raise BadRequest(
+            f"allowed_token_ids must hold 1 to {allowed_max} ids", param="allowed_token_ids"
+        )
+    _check_ids("allowed_token_ids", allowed, num_vocab)
+
+
+def _check_bad_words(params: SamplingParams) -> None:
     if len(params.bad_words) > BAD_WORDS_MAX:
         raise BadRequest(f"bad_words holds more than {BAD_WORDS_MAX} words", param="bad_words")
     if not all(1 <= len(word) <= BAD_WORD_CHARS_MAX for word in params.bad_words):
         raise BadRequest(
             f"each of bad_words must have 1 to {BAD_WORD_CHARS_MAX} characters", param="bad_words"
         )
-    grammar = params.grammar
-    if grammar is not None:
-        if len(grammar.value) > GRAMMAR_CHARS_MAX:
-            raise BadRequest(
-                f"{grammar.param} is longer than {GRAMMAR_CHARS_MAX} characters",
-                param=grammar.param,
-            )
-        if len(grammar.after) > STOP_CHARS_MAX:
-            raise BadRequest(
-                f"{grammar.param} begins behind more than {STOP_CHARS_MAX} characters",
-                param=grammar.param,
-            )
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    if len(grammar.value) > GRAMMAR_CHARS_MAX:
+        raise BadRequest(
+            f"{grammar.param} is longer than {GRAMMAR_CHARS_MAX} characters", param=grammar.param
+        )
+    if len(grammar.after) > STOP_CHARS_MAX:
+        raise BadRequest(
+            f"{grammar.param} begins behind more than {STOP_CHARS_MAX} characters",
+            param=grammar.param,
+        )
 
 
 def _check_ids(name: str, token_ids: Sequence[int], num_vocab: int | None) -> None:

@@ -23,6 +23,7 @@ from neuron_di.errors import (
     PeerTimeout,
 )
 from neuron_di.testing.network import Network, Wire
+from neuron_di.testing.sim_lane import relayed
 from neuron_di.testing.sim_rpc import ask
 from neuron_di.testing.virtual_loop import Process
 from neuron_di.wire import (
@@ -30,6 +31,7 @@ from neuron_di.wire import (
     Finished,
     LegEvent,
     Released,
+    Token,
     WorkerRecord,
     WorkerStatus,
     decode_leg_decoder,
@@ -40,6 +42,7 @@ from neuron_di.wire import (
 from neuron_di.worker import Worker
 from neuron_di.worker.leg_report import failed
 from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.token_lane import Lane
 from neuron_di_proxy.workers import STATUS_TIMEOUT_S, Hear, LegKind, Said
 
 ORPHAN_S = 15.0  # until a worker notices that the proxy of a link vanished without a word
@@ -140,11 +143,15 @@ class SimLeg:
         self._record = record
         self._link: _LegLink | None = None
         self._hear: Hear | None = None  # while it is open
+        self._lane: Lane | None = None
 
     def open(self, hear: Hear) -> None:
         self._hear = hear
         self._link = self._workers.link_to(self._record)
         self._link.open(self)
+
+    def relay(self, lane: Lane) -> None:
+        self._lane = lane
 
     def close(self) -> None:
         if self._hear is not None and self._link is not None:
@@ -158,8 +165,10 @@ class SimLeg:
 
     def say(self, said: Said) -> None:
         """Tell who listens, unless it is over already."""
-        hear = self._hear
+        hear, lane = self._hear, self._lane
         if hear is not None:
+            if lane is not None and type(said) is Token and relayed(said, lane):
+                return
             if isinstance(said, Exception | Finished | Released):
                 self._hear = None
             hear(said)

@@ -13,6 +13,7 @@ from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import CapacityError
 from neuron_di.registry import Directory, EmbeddedRegistry
 from neuron_di.testing.sim_client import Client
+from neuron_di.testing.sim_lane import SimLane
 from neuron_di.testing.sim_legs import SimWorkers
 from neuron_di.testing.sim_worker import MODEL, PROXY, World
 from neuron_di.testing.virtual_loop import Process
@@ -166,7 +167,10 @@ class SimProxy:
             ticket.take(1, 1.0)
             queue_timeout_s = self._world.options.limits.queue_timeout_s
             await ticket.turn(Deadline(record.accepted_s + queue_timeout_s))
-            return await self.runner.run(request, record, emit)
+            lane = SimLane(record, emit, is_plain=wanted.sampling.logprobs is None)
+            finished = await self.runner.run(request, record, lane.emit, lane.make)
+            lane.finish()
+            return finished
         finally:
             ticket.close()
 

@@ -4,13 +4,16 @@ The proxy connects to the port where the worker also serves HTTP, and says `MAGI
 both sides send frames: the payload's length in four bytes, then the payload in msgpack.
 
     proxy  -> worker   OpenLeg(number, kind, document) | CloseLeg(number) | ProxyAlive
-    worker -> proxy    Told(tokens, events)            an empty one: the worker is alive
+    worker -> proxy    Told(tokens, events, status)    an empty one: the worker is alive
 
 A leg's number is the proxy's, counts up and is never used twice on one link. What all legs have
 to say after one step of the engine is one `Told`: most of it as `PlainToken`, whatever has more
 to say as an event. Within a leg, plain tokens of a `Told` come before its events. A terminal
 event, or CloseLeg, ends a leg; what either side still sends of it after that is ignored. The end
 of the link ends all its legs.
+
+What says that the worker is alive says how it is, too: once a second, once the link is greeted,
+and when its state changes. A proxy that hears it need not ask.
 """
 
 from struct import Struct
@@ -19,6 +22,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from neuron_di.errors import RemoteProtocolError
+from neuron_di.wire.announce import WorkerStatus
 from neuron_di.wire.codec import EVENT_BYTES_MAX, LEG_BYTES_MAX, Decoder
 from neuron_di.wire.legs import LegEvent
 
@@ -67,19 +71,35 @@ PlainToken = tuple[int, int, int, str]
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker's legs have to say at one moment."""
+    """What a worker's legs have to say at one moment, or how the worker is."""
 
     tokens: list[PlainToken]
     events: list[tuple[int, LegEvent]]
+    status: WorkerStatus | None = None
 
     def __repr__(self) -> str:
         return f"Told({len(self.tokens)} tokens, {len(self.events)} events)"
+
+
+class ToldBehindTokens(msgspec.Struct, frozen=True, array_like=True):
+    """The rest of a `Told` whose tokens were read by other means."""
+
+    events: list[tuple[int, LegEvent]]
+    status: WorkerStatus | None = None
+
+    def __repr__(self) -> str:
+        return f"ToldBehindTokens({len(self.events)} events)"
 
 
 from_proxy_decoder: Decoder[FromProxy] = Decoder(
     FromProxy, bytes_max=FROM_PROXY_BYTES_MAX, as_json=False
 )
 told_decoder: Decoder[Told] = Decoder(Told, bytes_max=FROM_WORKER_BYTES_MAX, as_json=False)
+
+_behind_decoder: Decoder[ToldBehindTokens] = Decoder(
+    ToldBehindTokens, bytes_max=FROM_WORKER_BYTES_MAX, as_json=False
+)
+_NOTHING_BEHIND = (b"\x90", b"\x90\xc0")  # no events; no status, or none said
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -90,6 +110,18 @@ def encode_frame(message: FromProxy | Told) -> bytearray:
     _encoder.encode_into(message, frame, _LENGTH_BYTES)
     _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH_BYTES)
     return frame
+
+
+def behind_tokens(payload: memoryview, at: int) -> ToldBehindTokens | None:
+    """What follows the tokens in a `Told`, from byte `at` on; None: nothing does, as mostly.
+
+    RemoteProtocolError: it is not that.
+    """
+    rest = bytes(payload[at:])
+    if rest in _NOTHING_BEHIND:
+        return None
+    # An array of one element less than the frame's, whose first byte says how many it has.
+    return _behind_decoder.decode(bytes((payload[0] - 1,)) + rest)
 
 
 class FrameReader:

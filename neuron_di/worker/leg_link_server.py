@@ -2,6 +2,7 @@
 
 A link only carries: what answers a leg is the `OpenHere` it was made with, which says the leg's
 events at once, from the event loop. All that is said in one turn of the loop leaves together.
+Each second, and whenever it changes its state, the worker tells every proxy how it is.
 
 Next: neuron_di/wire/leg_link.py, neuron_di/worker/server.py
 """
@@ -14,7 +15,15 @@ from typing import Any
 
 from neuron_di.errors import RemoteProtocolError, TooLarge
 from neuron_di.obs import LimitedLogger
-from neuron_di.wire import EVENT_BYTES_MAX, Failed, Finished, LegEvent, Released, Token
+from neuron_di.wire import (
+    EVENT_BYTES_MAX,
+    Failed,
+    Finished,
+    LegEvent,
+    Released,
+    Token,
+    WorkerStatus,
+)
 from neuron_di.wire.codec import encode_msgpack
 from neuron_di.wire.leg_link import (
     ALIVE_INTERVAL_S,
@@ -45,6 +54,8 @@ End = Callable[[], object]
 # Begins to answer a leg: gets its kind, its document and where to say its events, the last of
 # which is terminal. Gives back what ends it early; called for a leg that is over, it does nothing.
 OpenHere = Callable[[LegKind, bytes, Say], End]
+# How the worker is. None: it only says that it lives, and proxies have to ask.
+Status = Callable[[], WorkerStatus | None]
 
 _ALIVE = bytes(encode_frame(Told([], [])))
 
@@ -52,13 +63,56 @@ _ALIVE = bytes(encode_frame(Told([], [])))
 class LegLinkServer:
     """Makes a protocol per connection: a leg link, or HTTP by `make_http`. Knows all links."""
 
-    def __init__(self, open_here: OpenHere, make_http: Callable[[], asyncio.BaseProtocol]) -> None:
+    def __init__(
+        self,
+        open_here: OpenHere,
+        make_http: Callable[[], asyncio.BaseProtocol],
+        status: Status = lambda: None,
+    ) -> None:
         self.open_here = open_here
         self.make_http = make_http
         self.links: set[WorkerLegLink] = set()
+        self._status = status
+        self._loop = asyncio.get_running_loop()
+        self._looking: asyncio.TimerHandle | None = None  # while there are links
 
     def __call__(self) -> asyncio.Protocol:
         return _FirstBytes(self)
+
+    def say_status(self) -> None:
+        """Tell every proxy how this worker is now: call it when that is another state."""
+        word = self.word()
+        for link in list(self.links):
+            link.say_word(word)
+
+    def word(self) -> bytes:
+        """The frame that says that this worker lives, and how it is."""
+        try:
+            status = self._status()
+        except Exception as error:  # a bug, and no reason to fall silent: proxies ask, and see it
+            _log.warning("status_failed", raised=type(error).__name__)
+            return _ALIVE
+        return _ALIVE if status is None else bytes(encode_frame(Told([], [], status)))
+
+    def joined(self, link: "WorkerLegLink") -> None:
+        """A link begins."""
+        self.links.add(link)
+        if self._looking is None:
+            self._looking = self._loop.call_later(ALIVE_INTERVAL_S, self._look)
+
+    def left(self, link: "WorkerLegLink") -> None:
+        """It ended. May be called twice."""
+        self.links.discard(link)
+        if not self.links and self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    def _look(self) -> None:
+        """One word and one timer for all links."""
+        self._looking = self._loop.call_later(ALIVE_INTERVAL_S, self._look)
+        word = self.word()
+        for link in list(self.links):
+            link.look(word)
 
     def close(self) -> None:
         """End every link, and with it its legs. What they have said is sent."""
@@ -113,7 +167,6 @@ class WorkerLegLink(asyncio.Protocol):
         self._num_silent = 0  # looks in a row at which nothing had come
         self._num_unread = 0  # and at which the proxy had not read
         self._is_unread = False
-        self._watching: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
         """Send what was said, but for what waits until the proxy has read, then end."""
@@ -172,14 +225,13 @@ class WorkerLegLink(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._server.links.add(self)
+        self._server.joined(self)
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Let the kernel end a connection whose other host vanished without a word.
             timeout_ms = round(ORPHAN_TIMEOUT_S * 1000)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-        self._watching = self._loop.call_later(ALIVE_INTERVAL_S, self._watch)
 
     def data_received(self, data: bytes) -> None:
         if self._has_ended:
@@ -217,6 +269,7 @@ class WorkerLegLink(asyncio.Protocol):
         if len(greeting) < len(MAGIC):
             return b""
         self._is_greeted = True
+        self.say_word(self._server.word())
         rest = bytes(self._greeting[len(MAGIC) :])
         self._greeting.clear()
         return rest
@@ -234,7 +287,12 @@ class WorkerLegLink(asyncio.Protocol):
             if end is not None:
                 end()
 
-    def _watch(self) -> None:
+    def say_word(self, word: bytes) -> None:
+        """Send the server's word, unless the proxy has not even read what it was sent before."""
+        if self._is_greeted and not self._is_unread and not self._has_ended:
+            self._transport.write(word)
+
+    def look(self, word: bytes) -> None:
         """Say that we live, and see whether the proxy does.
 
         Silence is counted in looks, not by the clock: if it was us who stood still, what came
@@ -245,9 +303,7 @@ class WorkerLegLink(asyncio.Protocol):
         if max(self._num_silent, self._num_unread) * ALIVE_INTERVAL_S > ORPHAN_TIMEOUT_S:
             self._give_up("silent" if self._num_silent >= self._num_unread else "unread")
             return
-        if not self._is_unread:
-            self._transport.write(_ALIVE)
-        self._watching = self._loop.call_later(ALIVE_INTERVAL_S, self._watch)
+        self.say_word(word)
 
     def _give_up(self, reason: str) -> None:
         _log.warning("leg_link_ended", reason=reason, num_legs=len(self._ends))
@@ -257,9 +313,7 @@ class WorkerLegLink(asyncio.Protocol):
     def _end_legs(self) -> None:
         """End every leg, once: the link carries nothing any more."""
         self._has_ended = True
-        self._server.links.discard(self)
-        if self._watching is not None:
-            self._watching.cancel()
+        self._server.left(self)
         self._waiting.clear()
         while self._ends:
             _, end = self._ends.popitem()

@@ -126,7 +126,9 @@ async def listening(worker: Worker, host: str, port: int) -> AsyncIterator[int]:
     await runner.setup()
     answers = LegAnswers(runs_of(worker), lambda: worker.is_draining)
     assert runner.server is not None, "it is set up"
-    links = LegLinkServer(answers.open, runner.server)
+    links = LegLinkServer(answers.open, runner.server, worker.status)
+    worker.on_state = links.say_status
+    telling = asyncio.create_task(_tell_failure(worker, links))
     try:
         loop = asyncio.get_running_loop()
         try:
@@ -140,4 +142,11 @@ async def listening(worker: Worker, host: str, port: int) -> AsyncIterator[int]:
             links.close()
             await answers.ended()
     finally:
+        telling.cancel()
         await runner.cleanup()
+
+
+async def _tell_failure(worker: Worker, links: LegLinkServer) -> None:
+    """Who has legs here must not learn a second later that they are lost."""
+    await worker.engine_failed.wait()
+    links.say_status()

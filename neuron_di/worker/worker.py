@@ -66,6 +66,7 @@ class Worker:
         self._model = model
         self._loop = asyncio.get_running_loop()
         self._state: WorkerState = "starting"
+        self.on_state: Callable[[], None] = lambda: None  # whoever must hear of another state
         self.engine_failed = asyncio.Event()  # by a bug of ours: this process should end
         self._started_unix_s = unix_s()
         self.worker_id = WorkerId(options.worker_id or f"{options.role}-{model.incarnation[:8]}")
@@ -96,6 +97,7 @@ class Worker:
 
     def set_state(self, state: WorkerState) -> None:
         self._state = state
+        self.on_state()
 
     def _state_now(self) -> WorkerState:
         return "draining" if self._engine.has_failed else self._state
@@ -163,7 +165,7 @@ class Worker:
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new legs and wait for the running ones. False when some were still there."""
-        self._state = "draining"
+        self.set_state("draining")
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self.legs):  # noqa: ASYNC110 - legs end one by one

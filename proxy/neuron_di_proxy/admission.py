@@ -74,6 +74,10 @@ class Ticket:
         self.num_places = num_places
         self.cost = max(1.0, cost)
 
+    def starts_at_once(self) -> bool:
+        """Whether the request runs from now on, as there is room. False: ask for its `turn`."""
+        return self._admission.start_at_once(self)
+
     async def turn(self, deadline: Deadline) -> None:
         """Return when the request may run. CapacityError at `deadline`, or when it is pushed out.
 
@@ -153,9 +157,10 @@ class Admission:
         account.num_open += 1
         account.pending[ticket] = None
         self._crowd[tenant.name] = account
+        if not self._num_open:
+            self._idle.clear()
         self._num_open += 1
         self.num_waiting += 1
-        self._idle.clear()
         return ticket
 
     def spend(self, tenant: Tenant, num_tokens: int) -> None:
@@ -183,17 +188,26 @@ class Admission:
 
     # What tickets ask for.
 
+    def start_at_once(self, ticket: Ticket) -> bool:
+        """Whether the ticket runs now, because nobody waits and there is room."""
+        if ticket.refusal is not None:
+            return False
+        assert ticket.state == "arrived", "a request has one turn"
+        self._look()
+        if self._queue.num_items or not self._has_room(ticket):
+            return False
+        tenant = ticket.account.tenant
+        self._queue.pass_by(tenant.name, ticket.cost, tenant.weight)
+        self._run(ticket)
+        return True
+
     def start(self, ticket: Ticket) -> bool:
         """Whether the ticket runs now; else it waits. CapacityError if it was pushed out."""
         if ticket.refusal is not None:
             raise ticket.refusal
-        assert ticket.state == "arrived", "a request has one turn"
-        self._look()
-        tenant = ticket.account.tenant
-        if not self._queue and self._has_room(ticket):
-            self._queue.pass_by(tenant.name, ticket.cost, tenant.weight)
-            self._run(ticket)
+        if self.start_at_once(ticket):
             return True
+        tenant = ticket.account.tenant
         ticket.state = "waiting"
         self._queue.put(tenant.name, ticket, ticket.cost, tenant.weight)
         self._start_waiting()
@@ -211,7 +225,8 @@ class Admission:
         ticket.account.num_open -= 1
         self._num_open -= 1
         self._look()
-        self._start_waiting()
+        if self._queue.num_items:
+            self._start_waiting()
         if self._num_open == 0:
             self._idle.set()
 
@@ -281,7 +296,7 @@ class Admission:
             self._run(ticket)
             if ticket.called is not None and not ticket.called.done():
                 ticket.called.set_result(None)
-        if self._queue and self._timer is None:
+        if self._queue.num_items and self._timer is None:
             # Workers may come while nobody does: then nothing else would look at the queue.
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(LOOK_INTERVAL_S, self._look_again)

@@ -3,16 +3,18 @@
 from collections.abc import Callable, Sequence
 
 from neuron_di.wire import Finished, Token
+from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.openai_response import DONE, Answer
 from neuron_di_proxy.receipts import Continued, RequestRecord
 from neuron_di_proxy.reply import Headers, Reply
+from neuron_di_proxy.token_lane import Lane
 
 # What head the response has, once the workers are known: called at the first token or the end.
 MakeHeaders = Callable[[], Headers]
 
 
-class StreamedAnswer:
-    """Writes each token the moment it comes. `records` are the choices' own, by index."""
+class _Writing:
+    """What either kind of answer is written of, and to. `records` are the choices', by index."""
 
     def __init__(
         self,
@@ -27,6 +29,10 @@ class StreamedAnswer:
         self._make_headers = make_headers
         self._finished: dict[int, Finished] = {}  # by choice
 
+
+class StreamedAnswer(_Writing):
+    """Writes each token the moment it comes."""
+
     def token(self, index: int, token: Token) -> None:
         reply = self._reply
         chunk = self._answer.chunk(token, index)
@@ -34,6 +40,10 @@ class StreamedAnswer:
             reply.begin(200, self._make_headers(), length=None, first=chunk)
         elif chunk:
             reply.write(chunk)
+
+    def lane(self, index: int, gaps: Histogram) -> Lane | None:
+        frame = self._answer.frame(index) if self._reply.has_begun else None
+        return self._reply.lane(frame, self._records[index], gaps) if frame else None
 
     def finished(self, index: int, finished: Finished) -> None:
         if not self._reply.has_begun:
@@ -47,7 +57,7 @@ class StreamedAnswer:
         self._reply.end(last + self._answer.usage_chunk(all_finished) + DONE)
 
 
-class WholeAnswer:
+class WholeAnswer(_Writing):
     """Writes one JSON document when all choices have finished."""
 
     def __init__(
@@ -57,12 +67,11 @@ class WholeAnswer:
         reply: Reply,
         make_headers: MakeHeaders,
     ) -> None:
-        self._answer = answer
-        self._records = records
-        self._reply = reply
-        self._make_headers = make_headers
+        super().__init__(answer, records, reply, make_headers)
         self._tokens: list[list[Token]] = [[] for _ in records]
-        self._finished: dict[int, Finished] = {}
+
+    def lane(self, index: int, gaps: Histogram) -> None:  # noqa: ARG002 - the document needs them
+        return None
 
     def token(self, index: int, token: Token) -> None:
         self._tokens[index].append(token)

@@ -86,12 +86,17 @@ class Answer:
 
     def chunk(self, token: Token, index: int = 0) -> bytes:
         """The SSE event for one token; empty when there is nothing to say yet."""
-        frame = self._frames.get(index)
-        if frame is None and token.prompt is None:
-            frame = self._find_frame(index)
+        frame = self.frame(index) if token.prompt is None else None
         if frame is not None and token.text:
             return frame[0] + _encode(token.text) + frame[1]
         return self._chunk(token, index)
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """The bytes before and behind a token's text in the events of a choice.
+
+        None: from its next token on, there may be more to say than the text.
+        """
+        return self._frames.get(index) or self._find_frame(index)
 
     def last_chunk(
         self, finished: Finished, continued: Continued | None = None, index: int = 0

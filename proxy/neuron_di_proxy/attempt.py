@@ -1,6 +1,6 @@
 """One attempt at a request: where it runs, what it is given, and what became of it."""
 
-from dataclasses import dataclass
+import msgspec
 
 from neuron_di.clock import Deadline
 from neuron_di.types import RequestId
@@ -9,8 +9,7 @@ from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.route import Pair, Route
 
 
-@dataclass(slots=True, kw_only=True)
-class Attempt:
+class Attempt(msgspec.Struct, kw_only=True):
     """Made by recovery, written by launch, read by receipts.
 
     `emitted` are the ids of all tokens that earlier attempts gave to the client. Workers get

@@ -8,23 +8,24 @@ Next: proxy/neuron_di_proxy/answer.py
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from neuron_di.types import FinishReason, RequestId
 from neuron_di.wire import Finished, Token
 from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.failure import failure_of
+from neuron_di_proxy.histogram import Histogram
+from neuron_di_proxy.leg_merge import Emit, MakeLane
 from neuron_di_proxy.receipts import Receipt, RequestRecord
-
-Emit = Callable[[Token], None]
+from neuron_di_proxy.token_lane import Lane
 
 
 class Runner(Protocol):
     """What brings a choice to its end: `recovery.RequestRunner`."""
 
     def run(
-        self, request: ChoiceRequest, record: RequestRecord, emit: Emit
+        self, request: ChoiceRequest, record: RequestRecord, emit: Emit, make_lane: MakeLane
     ) -> Coroutine[Any, Any, Finished]: ...
 
 
@@ -34,6 +35,13 @@ class ChoiceSink(Protocol):
     def token(self, index: int, token: Token) -> None: ...
 
     def finished(self, index: int, finished: Finished) -> None: ...
+
+    def lane(self, index: int, gaps: Histogram) -> Lane | None:
+        """What takes a choice's tokens from now on, if they are nothing but text to be sent.
+
+        It counts them in the choice's record, and the seconds between them in `gaps`.
+        """
+        ...
 
 
 class EndOfChoice(Protocol):
@@ -57,21 +65,22 @@ class Choice:
         record: RequestRecord,
         sink: ChoiceSink,
         on_end: EndOfChoice,
-        count_gap: Callable[[float], None],
+        gaps: Histogram,
     ) -> None:
         self._index = index
         self._request = request
         self._record = record
         self._sink = sink
         self._on_end = on_end
-        self._count_gap = count_gap
+        self._gaps = gaps  # seconds from token to token
         self._before_s = 0.0  # when the last token came; 0: none did
+        self._lane: Lane | None = None  # the last one
         self._is_over = False
 
     async def run(self, runner: Runner) -> None:
         """Run to the end. Raises what kept the choice from it; cancelling gives the choice up."""
         try:
-            finished = await runner.run(self._request, self._record, self._emit)
+            finished = await runner.run(self._request, self._record, self._emit, self._make_lane)
             self._end(finished.reason, None)
         except Exception as error:
             self._end("error", failure_of(error).code)
@@ -90,11 +99,17 @@ class Choice:
             self._on_end(self._record.seal(reason), code)
 
     def _emit(self, token: Token) -> None:
-        now_s = self._record.last_token_s
-        if self._before_s:
-            self._count_gap(now_s - self._before_s)
+        now_s, before_s = self._record.last_token_s, self._before_s
+        if self._lane is not None:
+            before_s = max(before_s, self._lane.last_s)
+        if before_s:
+            self._gaps.observe(now_s - before_s)
         self._before_s = now_s
         self._sink.token(self._index, token)
+
+    def _make_lane(self) -> Lane | None:
+        self._lane = self._sink.lane(self._index, self._gaps)
+        return self._lane
 
 
 async def run_choices(choices: Sequence[Choice], runner: Runner) -> None:

@@ -46,9 +46,11 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         answers are taken to be as long as they may be. A prompt is computed once for all its
         answers.
         """
-        prompt_bytes = sum(memoryview(prompt).nbytes for prompt in self.prompts)
+        prompt_bytes = 0
+        for prompt in self.prompts:
+            prompt_bytes += memoryview(prompt).nbytes
         max_tokens = self.sampling.max_tokens or UNLIMITED_TOKENS
-        return prompt_bytes / BYTES_PER_TOKEN + max_tokens * self.num_choices
+        return prompt_bytes / BYTES_PER_TOKEN + max_tokens * self.n * len(self.prompts)
 
     def choice(self, index: int) -> ChoiceRequest:
         """The request for one choice. Answer j to a prompt is what n=1 gives with seed + j."""

@@ -37,10 +37,10 @@ class FairQueue(Generic[T]):
         self._order = count()
         self._ends: dict[str, float] = {}  # where each flow's last item ended, if that is ahead
         self._virtual = 0.0
-        self._num_items = 0
+        self.num_items = 0  # that wait
 
     def __len__(self) -> int:
-        return self._num_items
+        return self.num_items
 
     def put(self, flow: str, item: T, cost: float, weight: float) -> None:
         """Let the item wait. It must not wait already; `cost` and `weight` are above 0."""
@@ -48,13 +48,16 @@ class FairQueue(Generic[T]):
         if found is None:
             found = self._flows[flow] = _Flow()
         found.items[item] = cost / weight
-        self._num_items += 1
+        self.num_items += 1
         if not found.is_listed:
             self._list(flow, found)
 
     def pass_by(self, flow: str, cost: float, weight: float) -> None:
         """Count an item that need not wait, as if it had been put and taken at once."""
-        self._start(flow, self._start_of(flow), cost / weight)
+        start = self._ends.get(flow, 0.0)
+        if start < self._virtual:
+            start = self._virtual
+        self._start(flow, start, cost / weight)
 
     def first(self) -> T | None:
         """The item that is next. None: none waits."""
@@ -75,7 +78,7 @@ class FairQueue(Generic[T]):
         found = self._flows[flow]
         found.is_listed = False
         self._start(flow, start, found.items.pop(item))
-        self._num_items -= 1
+        self.num_items -= 1
         if found.items:
             self._list(flow, found)
         else:
@@ -85,7 +88,7 @@ class FairQueue(Generic[T]):
     def remove(self, flow: str, item: T) -> None:
         """Take out an item that waits, as if it had never come."""
         del self._flows[flow].items[item]
-        self._num_items -= 1
+        self.num_items -= 1
 
     def _list(self, flow: str, found: _Flow[T]) -> None:
         heapq.heappush(self._heap, (self._start_of(flow), next(self._order), flow))
@@ -95,7 +98,8 @@ class FairQueue(Generic[T]):
         return max(self._virtual, self._ends.get(flow, 0.0))
 
     def _start(self, flow: str, start: float, duration: float) -> None:
-        self._virtual = max(self._virtual, start)
+        if start > self._virtual:
+            self._virtual = start
         self._ends[flow] = start + duration
         if len(self._ends) > _FLOWS_KEPT:
             ahead = {name: end for name, end in self._ends.items() if end > self._virtual}

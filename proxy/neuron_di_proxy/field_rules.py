@@ -5,7 +5,7 @@ Next: proxy/neuron_di_proxy/completion_request.py
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -65,37 +65,57 @@ def take_fields(
     Raises BadRequest, which names the field, or TooLarge.
     """
     unread: dict[str, msgspec.Raw] = {}
-    pieces: list[bytes] = []
-    names, decoder = _reading(kind)
+    pieces: list[bytes] = [b"{"]
+    known, decoder = _reading(kind)
     for name, raw in read_body(body).items():
-        if name in names:
-            pieces.append(b'"%b":%b' % (name.encode(), raw))
+        label = known.get(name)
+        if label is not None:
+            pieces += (label, raw, b",")
         elif name in UNREAD_FIELDS[endpoint]:
             if given(raw) is not None:
                 unread[name] = raw
         else:
             _refuse_field(name, raw)
-    if sum(map(len, pieces)) > READ_BYTES_MAX:
-        longest = max(pieces, key=len).split(b'"', 2)[1].decode()
-        raise TooLarge(
-            f"the fields beside the prompt have more than {READ_BYTES_MAX} bytes", param=longest
-        )
+    if len(pieces) > 1:
+        pieces.pop()  # a comma
+    pieces.append(b"}")
+    document = b"".join(pieces)
+    if len(document) > READ_BYTES_MAX or document.find(b"{", 1) > 0:
+        _check_pieces(pieces)
     try:
-        for piece in pieces:
-            if b"{" in piece:
-                name_text, _, value = piece.partition(b":")
-                refuse_doubles(value, name_text[1:-1].decode())
-        return decoder.decode(b"{%b}" % b",".join(pieces)), unread
+        return decoder.decode(document), unread
     except msgspec.ValidationError as error:
         raise explain(str(error)) from None
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
 
 
+def _check_pieces(pieces: Sequence[bytes]) -> None:
+    """Refuse what is too long, and a name that comes twice in any object of a field.
+
+    `pieces` are an object's: of each member its label, its value, and what stands behind it.
+    """
+    labels, values = pieces[1::3], [bytes(raw) for raw in pieces[2::3]]
+    num_bytes = [len(label) + len(value) for label, value in zip(labels, values, strict=True)]
+    if sum(num_bytes) > READ_BYTES_MAX:
+        longest = labels[num_bytes.index(max(num_bytes))]
+        raise TooLarge(
+            f"the fields beside the prompt have more than {READ_BYTES_MAX} bytes",
+            param=longest[1:-2].decode(),
+        )
+    try:
+        for label, value in zip(labels, values, strict=True):
+            if b"{" in value:
+                refuse_doubles(value, label[1:-2].decode())
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+
+
 @cache
-def _reading(kind: type[Fields]) -> tuple[frozenset[str], "msgspec.json.Decoder[Fields]"]:
-    """The names of an endpoint's fields, and what reads them."""
-    return frozenset(kind.__struct_fields__), msgspec.json.Decoder(kind)
+def _reading(kind: type[Fields]) -> tuple[dict[str, bytes], "msgspec.json.Decoder[Fields]"]:
+    """The names of an endpoint's fields, each as JSON has it, and what reads them."""
+    known = {name: b'"%b":' % name.encode() for name in kind.__struct_fields__}
+    return known, msgspec.json.Decoder(kind)
 
 
 def sampling_of(
@@ -108,21 +128,30 @@ def sampling_of(
     grammar: Grammar | None,
 ) -> SamplingParams:
     """How tokens are chosen. Raises BadRequest for what is out of range."""
-    _refuse_what_is_not_there(fields)
-    passed_on = zip(_PASSED_ON, _get_passed_on(fields), strict=True)
-    same = {name: value for name, value in passed_on if value is not None}
-    allowed = fields.allowed_token_ids
+    if fields.length_penalty is not None or fields.prompt_logprobs is not None:
+        _refuse_what_is_not_there(fields)
+    given_fields: dict[str, Any] = {
+        name: value
+        for name, value in zip(_PASSED_ON, _get_passed_on(fields), strict=True)
+        if value is not None
+    }
+    if fields.top_k is not None and fields.top_k != -1:
+        given_fields["top_k"] = fields.top_k
+    if (stop := fields.stop) is not None:
+        given_fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if fields.stop_token_ids:
+        given_fields["stop_token_ids"] = tuple(fields.stop_token_ids)
+    if (biases := given(fields.logit_bias)) is not None:
+        given_fields["logit_bias"] = _read_logit_bias(biases)
+    if fields.allowed_token_ids is not None:
+        given_fields["allowed_token_ids"] = tuple(fields.allowed_token_ids)
+    if fields.bad_words:
+        given_fields["bad_words"] = tuple(fields.bad_words)
     sampling = SamplingParams(
-        **same,
+        **given_fields,
         max_tokens=max_tokens,
         fits_context=fits_context,
-        top_k=0 if fields.top_k in (None, -1) else fields.top_k,
         logprobs=logprobs,
-        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        logit_bias=_read_logit_bias(given(fields.logit_bias)),
-        allowed_token_ids=None if allowed is None else tuple(allowed),
-        bad_words=tuple(fields.bad_words or ()),
         grammar=grammar,
         # Both legs must draw the same numbers, so a seed is drawn here when none is given.
         seed=random.getrandbits(63) if fields.seed is None else fields.seed,
@@ -133,6 +162,8 @@ def sampling_of(
 
 def grammar_of(fields: RequestFields) -> Grammar | None:
     """What an answer must be by `response_format` or `structured_outputs`; None: any text."""
+    if fields.response_format is None and fields.structured_outputs is None:
+        return None
     by_format = None
     if isinstance(fields.response_format, JsonObjectFormat):
         by_format = Grammar(kind="json_object")
@@ -211,9 +242,7 @@ def _refuse_what_is_not_there(fields: RequestFields) -> None:
         )
 
 
-def _read_logit_bias(raw: msgspec.Raw | None) -> tuple[tuple[int, float], ...]:
-    if raw is None:
-        return ()
+def _read_logit_bias(raw: msgspec.Raw) -> tuple[tuple[int, float], ...]:
     try:
         biases = read_members(raw, float, count_max=LOGIT_BIAS_MAX, param="logit_bias")
     except msgspec.DecodeError:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from collections import deque
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.obs import get_logger
@@ -20,8 +21,10 @@ from neuron_di_proxy.hypercorn_side import HypercornSide
 from neuron_di_proxy.quart_exchange import QuartExchange
 from neuron_di_proxy.request_head import RequestHead
 from neuron_di_proxy.service import Service
+from neuron_di_proxy.ticks import until_tick_s
 
 BACKLOG = 4096
+STARTS_PER_TURN = 8  # requests: what running streams are sent must not wait for a crowd of them
 
 _log = get_logger(__name__)
 
@@ -51,6 +54,9 @@ class Front:
         self._connections: set[FrontConnection] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
+        self._due: deque[FrontConnection] = deque()  # have a request that is to be started
+        self._num_started = 0  # in this turn of the loop
+        self._is_used = asyncio.Event()  # cleared by the sweeper once there is no connection
         self._num_held = 0  # by hypercorn: HTTP/2
         self._interval_s = sweep_interval_s(self.options, self.send_timeout_s)
         self._silent_max = (self.options.ping_interval_s or NEVER) / self._interval_s
@@ -107,6 +113,7 @@ class Front:
         self._connections.add(connection)
         self._count_open()
         self._is_empty.clear()
+        self._is_used.set()
         return True
 
     def left(self, connection: FrontConnection) -> None:
@@ -114,6 +121,22 @@ class Front:
         self._count_open()
         if not self._connections:
             self._is_empty.set()
+
+    def let_answer(self, connection: FrontConnection) -> None:
+        if self._num_started == 0:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        if self._num_started < STARTS_PER_TURN:
+            self._num_started += 1
+            connection.begin_answer()
+        else:
+            self._due.append(connection)
+
+    def _next_turn(self) -> None:
+        self._num_started = num = min(len(self._due), STARTS_PER_TURN)
+        if num:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        for _ in range(num):
+            self._due.popleft().begin_answer()
 
     def hand_over(
         self, connection: FrontConnection, transport: asyncio.Transport, received: bytes
@@ -135,7 +158,10 @@ class Front:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            if not self.num_connections:
+                self._is_used.clear()
+                await self._is_used.wait()
+            await asyncio.sleep(until_tick_s(self._interval_s))
             at_s = now_s()
             for connection in list(self._connections):
                 try:

@@ -27,6 +27,7 @@ from neuron_di_proxy.request_head import HeadTooLarge, RequestHead, read_head
 from neuron_di_proxy.send_deadline import SendDeadline
 from neuron_di_proxy.service import Exchange, Service
 from neuron_di_proxy.socket_reply import SocketReply
+from neuron_di_proxy.token_lane import Outlet
 
 PIPELINED_BYTES_MAX = 64 << 10  # of further requests, while one is answered
 LEAVING_TIMEOUT_S = 2.0  # for a client to read the last response while it still sends
@@ -55,6 +56,10 @@ class ConnectionOwner(Protocol):
 
     def left(self, connection: "FrontConnection") -> None:
         """A connection is over."""
+        ...
+
+    def let_answer(self, connection: "FrontConnection") -> None:
+        """Call `begin_answer` of the connection, now or in its turn."""
         ...
 
     def hand_over(
@@ -98,20 +103,23 @@ class FrontConnection(asyncio.Protocol):
         self._head: RequestHead | None = None
         self._exchange: Exchange | QuartExchange | None = None
         self._chunks: ChunkedBody | None = None
+        self._body = b""  # until `begin_answer`
         self._reply: SocketReply | None = None
         self._task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport
+        self._outlet: Outlet
 
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)  # uvloop's own class
+        tls = transport.get_extra_info("ssl_object")
+        self._is_tls = tls is not None
+        self._outlet = Outlet(-1 if self._is_tls else _fd_of(transport), transport)
         if not self._owner.joined(self):
             self._state = _State.GONE
             transport.abort()
             return
-        tls = transport.get_extra_info("ssl_object")
-        self._is_tls = tls is not None
         if tls is not None and tls.selected_alpn_protocol() == "h2":
             self._hand_over()
 
@@ -138,6 +146,7 @@ class FrontConnection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self._state = _State.GONE
+        self._outlet.close()  # before its number is another connection's
         self._owner.left(self)
         self._received.clear()
         if self._task is not None:
@@ -171,14 +180,21 @@ class FrontConnection(asyncio.Protocol):
             self._be_late()
         reply = self._reply
         if reply is not None and reply.is_streaming and not self._is_full:
-            reply.num_silent += 1
-            if reply.num_silent > silent_max:
-                reply.ping()
+            reply.sweep(silent_max)
 
     @property
     def num_unsent(self) -> int:
         """Bytes that were written, and that the client has not taken."""
         return self._transport.get_write_buffer_size()
+
+    def begin_answer(self) -> None:
+        """Answer the request that has come, unless its client has left."""
+        body, self._body = self._body, b""
+        if self._state is _State.ANSWERING:
+            assert self._exchange is not None
+            assert self._reply is not None
+            self._task = self._loop.create_task(self._exchange.answer(body, self._reply))
+            self._task.add_done_callback(self._answered)
 
     def close(self) -> None:
         """End the connection as soon as what it owes is written."""
@@ -289,20 +305,21 @@ class FrontConnection(asyncio.Protocol):
 
     def _answer(self, body: bytes) -> None:
         assert self._head is not None
-        assert self._exchange is not None
         self._chunks = None
         self._state = _State.ANSWERING
         self._deadline_s = NEVER
-        self._reply = reply = self._new_reply(self._head)
+        self._reply = self._new_reply(self._head)
         self._bound_received()
-        self._task = self._loop.create_task(self._exchange.answer(body, reply))
-        self._task.add_done_callback(self._answered)
+        self._body = body
+        self._owner.let_answer(self)
 
     def _new_reply(self, head: RequestHead | None) -> SocketReply:
         if head is None or not head.keeps_alive or self._owner.is_draining:
             self._closes = True
         is_chunked = head is None or head.version == "1.1"
-        reply = SocketReply(self._transport, is_chunked=is_chunked, closes=self._closes)
+        reply = SocketReply(
+            self._transport, self._outlet, is_chunked=is_chunked, closes=self._closes
+        )
         reply.is_full = self._is_full
         return reply
 
@@ -387,9 +404,16 @@ class FrontConnection(asyncio.Protocol):
         received = bytes(self._received)
         self._received.clear()
         self._state = _State.GONE
+        self._outlet.close()
         self._owner.hand_over(self, self._transport, received)
 
     def _close_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
+
+
+def _fd_of(transport: asyncio.Transport) -> int:
+    """The socket's number, which is the transport's until `connection_lost`; -1: it has none."""
+    sock = transport.get_extra_info("socket")
+    return -1 if sock is None else cast("int", sock.fileno())

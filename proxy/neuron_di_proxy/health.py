@@ -1,4 +1,4 @@
-"""Which workers live: each is asked again and again, whatever the directory says of it.
+"""Which workers live: each says so, or is asked again and again, whatever the directory says.
 
     new ---------.                 .--> frozen   no good answer for freeze_timeout_s
     up <---------+-- any of them --+
@@ -9,15 +9,27 @@
 good answer leads back; when a worker becomes one of them, every open leg there fails at once,
 although its connection may stay open.
 
+Two sources tell how a worker is. Asking over HTTP is the one that always works: a new worker at
+once, one that is new, suspect, frozen or down at each `probe_interval_s`. While a worker is up its
+link brings a word of it each second by itself, and every word is as good as an answer. It puts
+off the next question until the word is old (`trust_s`), so that a worker that goes on talking is
+never asked. Once it falls silent, or its link ends, it is asked as if there were no link, and its
+silence counts from its last word on. A process that is stopped keeps its link open: it is silent
+there, gives no answer either, and is frozen at the same moment as without a link.
+
+A word cannot lift a suspicion: it may have been on its way before the failure. It counts from the
+moment at which it is read. After this process was stopped that may be long after it was sent, but
+then silence is counted anew in any case (`_forgive`).
+
 A directory only discovers: a worker that it drops gets no new requests, and is watched for as
 long as legs are open there.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
@@ -25,18 +37,42 @@ from neuron_di.errors import NeuronDiError, PeerError, PeerGone, PeerTimeout
 from neuron_di.obs import get_logger
 from neuron_di.types import WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus
+from neuron_di.wire.leg_link import ALIVE_INTERVAL_S
 from neuron_di_proxy.breaker import Breaker
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.route import Directory
+from neuron_di_proxy.ticks import until_tick_s
 from neuron_di_proxy.workers import Process, Workers, process_of
 
 ANSWER_MIN_S = 0.25  # a worker gets at least this to answer, however late the question is asked
 LATE_S = 0.5  # an own delay beyond this is not the worker's silence: this process was stopped
+FOLLOW_INTERVAL_S = 1.0  # at most, between two looks at the directory
+LONG_AGO_S = float("-inf")
 SUSPICIOUS = frozenset({"peer_gone", "peer_timeout", "stale_incarnation"})
 
 WorkerHealth = Literal["new", "up", "suspect", "frozen", "down"]
 OnLoss = Callable[[PeerError], None]
 Praise = Callable[[], None]
+# A word of a process, by its record. None: its link has ended.
+OnWord = Callable[[WorkerRecord, WorkerStatus | None], None]
+LastWord = Callable[[WorkerRecord], WorkerStatus | None]
+
+
+@runtime_checkable
+class TalkingWorkers(Protocol):
+    """Workers that say how they are without being asked."""
+
+    def on_word(self, hear: OnWord) -> None:
+        """Have each word told to `hear`, on the event loop."""
+
+
+@runtime_checkable
+class AskingDirectory(Protocol):
+    """A directory that asks workers for their records."""
+
+    def ask_first(self, last_word: LastWord) -> None:
+        """What `last_word` has need not be asked for."""
+
 
 _log = get_logger(__name__)
 
@@ -62,7 +98,10 @@ class _Watch:
     status: WorkerStatus | None = None
     breaker: Breaker = field(default_factory=Breaker)
     legs: dict["Watching", OnLoss] = field(default_factory=dict)
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    heard_s: float = LONG_AGO_S  # its last word, while its link is open
+    asked_s: float = LONG_AGO_S  # when it was last asked
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # ask now
+    alarm: asyncio.TimerHandle | None = None  # sets `hurry`, while nobody asks
     task: asyncio.Task[None] | None = None
     loss: PeerError | None = None  # while frozen or down
 
@@ -84,9 +123,17 @@ class Health:
         self._workers = workers
         self._directory = directory
         self._limits = limits
+        # A word that is late leaves the worker at least half of its time to answer a question.
+        self._trust_s = min(1.5 * ALIVE_INTERVAL_S, limits.freeze_timeout_s / 2)
         self._watches: dict[Process, _Watch] = {}
+        self._seen: Sequence[WorkerRecord] = ()  # what the directory had at the last look
+        self._num_listed = 0  # processes among it
         self._task: asyncio.Task[None] | None = None  # while entered
         self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
+        if isinstance(workers, TalkingWorkers):
+            workers.on_word(self.note_word)
+        if isinstance(directory, AskingDirectory):
+            directory.ask_first(self.last_word)
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._follow())
@@ -104,6 +151,8 @@ class Health:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        for watch in self._watches.values():
+            _end_rest(watch)
 
     def is_usable(self, record: WorkerRecord) -> bool:
         """True when a request may be given to this process now."""
@@ -150,6 +199,26 @@ class Health:
                 self._become(watch, "suspect", error.message)
             watch.hurry.set()
 
+    def note_word(self, record: WorkerRecord, status: WorkerStatus | None) -> None:
+        """A process said by its link how it is, or its link ended (None)."""
+        watch = self._watches.get(process_of(record))
+        if watch is None or watch.state != "up":
+            return
+        if status is None:
+            watch.heard_s = LONG_AGO_S
+        else:
+            watch.heard_s = now_s()
+            self._hear(watch, status)
+        if watch.alarm is not None:
+            self._rest(watch)
+
+    def last_word(self, record: WorkerRecord) -> WorkerStatus | None:
+        """What a process said of itself, while that is fresh enough not to be asked for."""
+        watch = self._watches.get(process_of(record))
+        if watch is None or watch.state != "up" or now_s() >= watch.heard_s + self._trust_s:
+            return None
+        return watch.status
+
     async def is_lost(self, record: WorkerRecord, timeout_s: float) -> bool:
         """Whether a process is gone or frozen. A suspect gets at most `timeout_s` to answer."""
         watch, verdict = self._watch_of(record), Deadline.after(timeout_s)
@@ -174,15 +243,21 @@ class Health:
 
     async def _follow(self) -> None:
         """Watch what the directory has, and what has open legs."""
+        interval_s = min(2 * self._limits.probe_interval_s, FOLLOW_INTERVAL_S)
         while True:
             try:
                 self._update()
             except Exception:
                 _log.exception("directory_failed")
-            await asyncio.sleep(self._limits.probe_interval_s)
+            await asyncio.sleep(until_tick_s(interval_s))
 
     def _update(self) -> None:
-        listed = {process_of(record): record for record in self._directory.workers()}
+        records = self._directory.workers()
+        if records is self._seen and len(self._watches) == self._num_listed:
+            return  # as a rule
+        self._seen = records
+        listed = {process_of(record): record for record in records}
+        self._num_listed = len(listed)
         for record in listed.values():
             self._watch_of(record).record = record
         for process, watch in list(self._watches.items()):
@@ -190,6 +265,7 @@ class Health:
                 del self._watches[process]
                 if watch.task is not None:
                     watch.task.cancel()
+                _end_rest(watch)
 
     def _watch_of(self, record: WorkerRecord) -> _Watch:
         watch = self._watches.get(process_of(record))
@@ -200,19 +276,27 @@ class Health:
         return watch
 
     async def _probe_often(self, watch: _Watch) -> None:
-        interval_s = self._limits.probe_interval_s
         while True:
             watch.hurry.clear()
             try:
                 await self._probe(watch)
             except Exception:
                 _log.exception("probe_failed", worker=watch.record.worker_id)
-            asked_s = now_s()
-            try:
-                async with asyncio.timeout(interval_s):
-                    await watch.hurry.wait()
-            except TimeoutError:
-                _forgive(watch, now_s() - asked_s - interval_s)
+            watch.asked_s = now_s()
+            self._rest(watch)
+            await watch.hurry.wait()
+            _end_rest(watch)
+
+    def _rest(self, watch: _Watch) -> None:
+        """Do not ask before this time is over, unless there is a hurry."""
+        due_s = watch.asked_s + self._limits.probe_interval_s
+        if watch.state == "up":
+            due_s = max(due_s, watch.heard_s + self._trust_s)
+        now = now_s()
+        due_s = max(due_s, now)
+        _end_rest(watch)
+        loop = asyncio.get_running_loop()
+        watch.alarm = loop.call_later(due_s - now, _ring, watch, due_s)
 
     async def _probe(self, watch: _Watch) -> None:
         """Ask once, or twice where nobody is there, and conclude."""
@@ -314,6 +398,18 @@ def _forgive(watch: _Watch, late_s: float) -> None:
     """Do not count as silence what was our own delay: while stopped we hear nobody."""
     if late_s > LATE_S:
         watch.good_s = now_s()
+
+
+def _ring(watch: _Watch, due_s: float) -> None:
+    watch.alarm = None
+    _forgive(watch, now_s() - due_s)
+    watch.hurry.set()
+
+
+def _end_rest(watch: _Watch) -> None:
+    if watch.alarm is not None:
+        watch.alarm.cancel()
+        watch.alarm = None
 
 
 def _ignore(_: PeerError) -> None:

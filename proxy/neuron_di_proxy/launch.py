@@ -21,7 +21,7 @@ from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.failure import LegFailed, RequestTimeout, failure_of
 from neuron_di_proxy.health import Health, Watching
 from neuron_di_proxy.inbox import Side
-from neuron_di_proxy.leg_merge import Emit, PairOfLegs, WholeLeg
+from neuron_di_proxy.leg_merge import Emit, MakeLane, PairOfLegs, WholeLeg, no_lane
 from neuron_di_proxy.route import Pair
 from neuron_di_proxy.workers import Leg, Workers
 
@@ -34,9 +34,11 @@ class Launcher:
         self._health = health
         self._limits = limits
 
-    async def run(self, attempt: Attempt, emit: Emit) -> Finished:
+    async def run(self, attempt: Attempt, emit: Emit, make_lane: MakeLane = no_lane) -> Finished:
         """Give `emit` the attempt's tokens, indices from `attempt.first_index` on.
 
+        Tokens that may go to the client with nothing else to be done take a lane of `make_lane`
+        instead, if it makes one; they are in `attempt.num_tokens` at the end.
         Raises the failure that ended it, after writing into `attempt` who is at fault. However
         it ends, also when it is cancelled, no leg stays open: all are closed before it is over,
         and nothing is awaited in between.
@@ -47,9 +49,9 @@ class Launcher:
         sides = self._sides(attempt)
         stall_timeout_s = self._limits.stall_timeout_s
         running = (
-            PairOfLegs(attempt, emit, stall_timeout_s)
+            PairOfLegs(attempt, emit, stall_timeout_s, make_lane)
             if len(sides) > 1
-            else WholeLeg(attempt, emit)
+            else WholeLeg(attempt, emit, make_lane)
         )
         inbox = running.inbox
         watched: list[Watching] = []
@@ -58,6 +60,7 @@ class Launcher:
                 hear = inbox.listen(side, pause=side == "decode")
                 watching = self._health.watching(record, partial(inbox.lose, side))
                 running.praises[side] = watching.praise
+                running.legs[side] = leg
                 watched.append(watching)
                 watching.begin()
                 if not inbox.is_over(side):

@@ -1,8 +1,9 @@
 """The proxy's end of a leg link: all legs at one worker process, over one connection.
 
-Nothing here waits. `data_received` gives each event to its leg's `hear` at once. Legs that are
-opened in one turn of the loop are sent together, by one system call; those that are opened while
-the connection is being made, with its first bytes.
+Nothing here waits. `data_received` gives each event to its leg's `hear` at once, or a plain token
+to the leg's lane, which takes it to its client by itself. Legs that are opened in one turn of the
+loop are sent together, a few at a time; those that are opened while the connection is being made,
+with its first bytes.
 
 Next: neuron_di/wire/leg_link.py
 """
@@ -12,6 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from neuron_di.clock import now_s
 from neuron_di.config import LimitOptions
 from neuron_di.errors import (
     CapacityError,
@@ -21,7 +23,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
 )
 from neuron_di.types import WorkerId
-from neuron_di.wire import Failed, Finished, Released, Token, WorkerRecord
+from neuron_di.wire import Failed, Finished, Released, Token, WorkerRecord, WorkerStatus
 from neuron_di.wire.leg_link import (
     ALIVE_INTERVAL_S,
     FROM_WORKER_BYTES_MAX,
@@ -31,14 +33,21 @@ from neuron_di.wire.leg_link import (
     LegKind,
     OpenLeg,
     ProxyAlive,
+    Told,
+    ToldBehindTokens,
+    behind_tokens,
     encode_frame,
     told_decoder,
 )
 from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.token_lane import IS_COMPILED, Lane, relay_told
 from neuron_di_proxy.workers import Hear
 
 # Prompts that a worker has not taken yet. One that reads nothing is given no more.
 UNSENT_BYTES_MAX = 64 << 20
+
+# Legs that are sent by one system call. A worker begins with these while others are made.
+_SENT_TOGETHER = 8
 
 _ALIVE = bytes(encode_frame(ProxyAlive()))
 _LAST_WORDS = (Failed, Finished, Released)
@@ -55,19 +64,23 @@ class LegLink(asyncio.Protocol):
         record: WorkerRecord,
         limits: LimitOptions,
         on_end: Callable[["LegLink"], None],
+        on_status: Callable[[WorkerStatus], None] | None = None,
     ) -> None:
         self._has_ended = False
         self._worker_id: WorkerId = record.worker_id
         self._limits = limits
         self._on_end = on_end
+        self._on_status = on_status
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._hears: dict[int, Hear] = {}
+        self._lanes: dict[int, Lane] = {}
         self._num_opened = 0
         self._unsent: dict[int, bytearray] = {}  # frames of legs, until `_send`
         self._frames = FrameReader(FROM_WORKER_BYTES_MAX)
         self._watching: asyncio.TimerHandle | None = None
-        self._watch_interval_s = min(ALIVE_INTERVAL_S, limits.idle_timeout_s / 4)
+        # Rarer than the worker's words: who is idle is to sleep. `Health` notices silence earlier.
+        self._watch_interval_s = min(2.5 * ALIVE_INTERVAL_S, limits.idle_timeout_s / 6)
         self._num_silent = 0  # looks in a row at which nothing had come
         self._connecting = self._loop.create_task(self._connect(record.host, record.api_port))
 
@@ -86,10 +99,18 @@ class LegLink(asyncio.Protocol):
             if not self._unsent:
                 self._loop.call_soon(self._send)
         self._unsent[number] = encode_frame(OpenLeg(number, kind, document))
+        if len(self._unsent) >= _SENT_TOGETHER:
+            self._send()
         return number
+
+    def relay(self, number: int, lane: Lane) -> None:
+        """As `workers.Leg.relay`, for a leg of this link."""
+        if number in self._hears:
+            self._lanes[number] = lane
 
     def close_leg(self, number: int) -> None:
         """Take a leg back, unless it is over: nothing is heard of it from now on."""
+        self._lanes.pop(number, None)
         if self._hears.pop(number, None) is None or self._unsent.pop(number, None) is not None:
             return
         if self._transport is not None:
@@ -107,6 +128,7 @@ class LegLink(asyncio.Protocol):
             self._transport.abort()
         self._on_end(self)
         self._unsent.clear()
+        self._lanes.clear()
         while self._hears:  # one that hears it may close others
             _, hear = self._hears.popitem()
             hear(error)
@@ -128,19 +150,9 @@ class LegLink(asyncio.Protocol):
         if self._has_ended:
             return
         self._num_silent = 0
-        hears = self._hears
         try:
             for payload in self._frames.feed(data):
-                told = told_decoder.decode(payload)
-                for number, index, token_id, text in told.tokens:
-                    if (hear := hears.get(number)) is not None:
-                        hear(Token(index=index, token_id=token_id, text=text))
-                for number, event in told.events:
-                    if isinstance(event, _LAST_WORDS):
-                        if (hear := hears.pop(number, None)) is not None:
-                            hear(LegFailed(event) if isinstance(event, Failed) else event)
-                    elif (hear := hears.get(number)) is not None:
-                        hear(event)
+                self._hear(payload)
         except RemoteProtocolError as error:
             text = f"worker {self._worker_id} cannot be understood: {error.message}"
             self.end(RemoteProtocolError(text))
@@ -148,6 +160,38 @@ class LegLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         reason = f" ({type(exc).__name__})" if exc is not None else ""
         self.end(PeerGone(f"worker {self._worker_id} hung up{reason}"))
+
+    def _hear(self, payload: memoryview) -> None:
+        relayed = relay_told(payload, self._lanes, now_s()) if IS_COMPILED else None
+        more: Told | ToldBehindTokens | None
+        hears = self._hears
+        if relayed is None:
+            more = told_decoder.decode(payload)
+            tokens = more.tokens
+        else:
+            tokens, at, failures = relayed  # tokens that no lane took
+            more = behind_tokens(payload, at)
+            for leg, error in failures:
+                if (hear := hears.get(leg)) is not None:
+                    hear(error)
+        for number, index, token_id, text in tokens:
+            if (hear := hears.get(number)) is not None:
+                hear(Token(index=index, token_id=token_id, text=text))
+        if more is None:
+            return
+        for number, event in more.events:
+            if isinstance(event, _LAST_WORDS):
+                self._lanes.pop(number, None)
+                if (hear := hears.pop(number, None)) is not None:
+                    hear(LegFailed(event) if isinstance(event, Failed) else event)
+            elif (hear := hears.get(number)) is not None:
+                hear(event)
+        if more.status is not None:
+            self._hear_status(more.status)
+
+    def _hear_status(self, status: WorkerStatus) -> None:
+        if self._on_status is not None:
+            self._on_status(status)
 
     async def _connect(self, host: str, port: int) -> None:
         try:

@@ -1,7 +1,8 @@
 """Makes one sequence of tokens of what the legs of an attempt say, and finds its end.
 
 Everything is done where it is heard, on the event loop: no task takes part before the end. Where
-the LAUNCH table says of a token no more than "emit", it takes the inbox's short way.
+the LAUNCH table says of a token no more than "emit", it takes the inbox's short way, or a lane,
+which is shorter still: what the lane took is counted here when something else is heard.
 """
 
 import asyncio
@@ -24,15 +25,20 @@ from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Praise
 from neuron_di_proxy.inbox import Heard, Inbox, Side
+from neuron_di_proxy.token_lane import Lane
+from neuron_di_proxy.workers import Leg
 
 RELEASE_TIMEOUT_S = 1.0  # from the end of decode to prefill's word that its blocks are free
 DENIED_TIMEOUT_S = 1.0  # from prefill's word that decode gave up to decode's own why
 TIMER_S = 1e-3  # a timer may be early by as much
+LANE_TRY_TOKENS = 16  # an answer that is no plain text yet is asked again after so many tokens
 
 _log = get_logger(__name__)
 
 # Gets a request's tokens, each once, in order, at once, on the event loop. It does not block.
 Emit = Callable[[Token], None]
+# Makes the lane from a leg to the client for all tokens from the next one on, if there can be one.
+MakeLane = Callable[[], Lane | None]
 
 _EVENTS: Mapping[tuple[Side, type], LaunchEvent] = {
     ("prefill", Token): LaunchEvent.PREFILL_TOKEN,
@@ -52,15 +58,23 @@ _KEEP_RECEIPT, _HOLD_BACK = LaunchAction.KEEP_RECEIPT, LaunchAction.HOLD_BACK
 _ONLY_EMIT = (_EMIT,)
 
 
+def no_lane() -> None:
+    """A MakeLane for tokens that are all to be emitted."""
+
+
 class Running(ABC):
     """One attempt while it runs. `speaker` is whose words are dealt with, or were last."""
 
-    def __init__(self, attempt: Attempt, emit: Emit) -> None:
+    def __init__(self, attempt: Attempt, emit: Emit, make_lane: MakeLane = no_lane) -> None:
         self.inbox = Inbox(self._deal)
         self.praises: dict[Side, Praise] = {}
+        self.legs: dict[Side, Leg] = {}
         self.speaker: Side | None = None
         self._attempt = attempt
         self._emit = emit
+        self._make_lane = make_lane
+        self._lane: Lane | None = None
+        self._lane_side: Side | None = None  # whose tokens are to take one
         self._due = attempt.first_index  # the next token's index
         self._outcome: Finished | Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -83,6 +97,7 @@ class Running(ABC):
         """Hear nothing more, and leave no timer."""
         self.inbox.close()
         self._stop_timer()
+        self.leave_lane()
 
     @abstractmethod
     def step(self, heard: Heard) -> None:
@@ -107,6 +122,8 @@ class Running(ABC):
 
     def give(self, token: Token) -> None:
         """Count a token and emit it. RemoteProtocolError unless it is the next one."""
+        if self._lane is not None:
+            self.catch_up(self._lane)
         if token.index != self._due:
             raise RemoteProtocolError(
                 f"a worker sent token {token.index} where {self._due} was due"
@@ -114,6 +131,31 @@ class Running(ABC):
         self._due += 1
         self._attempt.num_tokens += 1
         self._emit(token)
+        if self._lane is not None:
+            self._lane.due = self._due
+        elif self._lane_side is not None and self._due % LANE_TRY_TOKENS == 0:
+            self.take_lane(self._lane_side)
+
+    def take_lane(self, side: Side) -> None:
+        """Let this side's tokens take a lane from now on, or as soon as there can be one."""
+        if self._outcome is None:
+            self._lane_side = side
+            self._lane = self._make_lane()
+            if self._lane is not None:
+                self.legs[side].relay(self._lane)
+
+    def leave_lane(self) -> None:
+        """No token takes a lane from now on."""
+        lane, self._lane, self._lane_side = self._lane, None, None
+        if lane is not None:
+            self.catch_up(lane)
+            lane.close()
+
+    def catch_up(self, lane: Lane) -> None:
+        """Count the tokens that took the lane since this was last called."""
+        num_taken = lane.take()
+        self._due += num_taken
+        self._attempt.num_tokens += num_taken
 
     def complete(self, finished: Finished) -> None:
         """Check an end. Raises where a worker gave up, or where tokens were lost on the way."""
@@ -134,6 +176,8 @@ class Running(ABC):
 
     def _deal(self, heard: Heard) -> None:
         self.speaker = heard.side
+        if self._lane is not None:
+            self.catch_up(self._lane)
         try:
             self.step(heard)
         except Exception as error:
@@ -154,6 +198,8 @@ class Running(ABC):
 
     def _ring(self) -> None:
         self._timer, self._timer_s = None, math.inf
+        if self._lane is not None:
+            self.catch_up(self._lane)
         try:
             if self.next_s() - now_s() < TIMER_S:
                 self.on_time()
@@ -177,6 +223,7 @@ class WholeLeg(Running):
             self.give(said)
             self.praise()
             self.inbox.relay("whole", self.give)
+            self.take_lane("whole")
         else:
             raise RemoteProtocolError(f"a worker sent {type(said).__name__} to a whole leg")
 
@@ -184,8 +231,14 @@ class WholeLeg(Running):
 class PairOfLegs(Running):
     """Both legs, as the table moves them."""
 
-    def __init__(self, attempt: Attempt, emit: Emit, stall_timeout_s: float) -> None:
-        super().__init__(attempt, emit)
+    def __init__(
+        self,
+        attempt: Attempt,
+        emit: Emit,
+        stall_timeout_s: float,
+        make_lane: MakeLane = no_lane,
+    ) -> None:
+        super().__init__(attempt, emit, make_lane)
         self._state = LaunchState.LAUNCHED
         self._held: dict[Side, Heard] = {}  # put aside until the other leg has said more
         self._stall_timeout_s = stall_timeout_s
@@ -212,6 +265,10 @@ class PairOfLegs(Running):
         if relayed is not self._is_relayed:
             self._is_relayed = relayed
             self.inbox.relay("decode" if relayed else None, self._relay)
+            if relayed:
+                self.take_lane("decode")
+            else:
+                self.leave_lane()
 
     def next_s(self) -> float:
         return min(self._attempt.deadline.at_s, self._stall_s, self._denied_s, self._release_s)
@@ -277,8 +334,12 @@ class PairOfLegs(Running):
 
     def _relay(self, token: Token) -> None:
         """A token of decode, which then owes the next one."""
-        self._stall_s = now_s() + self._stall_timeout_s
         self.give(token)
+        self._stall_s = now_s() + self._stall_timeout_s
+
+    def catch_up(self, lane: Lane) -> None:
+        super().catch_up(lane)
+        self._stall_s = max(self._stall_s, lane.last_s + self._stall_timeout_s)
 
     def _keep_receipt(self, heard: Heard) -> None:
         assert isinstance(heard.said, _WITH_RECEIPT), "only these have receipts"

@@ -86,14 +86,15 @@ class Metrics(Collector):
 
     def count(self, receipt: Receipt, code: str | None) -> None:
         """A choice ended. `code` says why where it failed."""
-        self._requests[receipt.finish_reason, bounded_code(code)] += 1
+        ended = receipt.finish_reason
+        self._requests[ended, "" if code is None else bounded_code(code)] += 1
         self.of(receipt.model).count(receipt)
+        last = receipt.attempts[-1] if receipt.attempts else None
         for attempt in receipt.attempts:
-            reason = bounded_code(attempt.code)
+            reason = "" if attempt.code is None else bounded_code(attempt.code)
             if reason in _kv_codes:
                 self._transfer_failures[reason] += 1
-            is_last = attempt is receipt.attempts[-1]
-            self._attempts[reason or (receipt.finish_reason if is_last else OTHER)] += 1
+            self._attempts[reason or (ended if attempt is last else OTHER)] += 1
         if receipt.grade is not None:
             self._continued[receipt.grade] += 1
         self._verify_s += receipt.verify_s
@@ -152,11 +153,12 @@ class Metrics(Collector):
         yield from worker_families(gauges.health_reports(), gauges.pair_results())
 
     def _transfers_on(self, link: str) -> Histogram:
-        if link not in self._transfers and len(self._transfers) >= LINKS_MAX:
+        known = self._transfers.get(link)
+        if known is not None:
+            return known
+        if len(self._transfers) >= LINKS_MAX:
             link = OTHER
-        if link not in self._transfers:
-            self._transfers[link] = Histogram(TRANSFER_BUCKETS_S)
-        return self._transfers[link]
+        return self._transfers.setdefault(link, Histogram(TRANSFER_BUCKETS_S))
 
     def _handed_over(self) -> Metric:
         transfers = HistogramMetricFamily(

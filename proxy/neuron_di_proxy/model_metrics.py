@@ -56,7 +56,7 @@ class ModelMetrics:
         self.histograms = tuple(Histogram(bounds) for _, bounds, _ in _HISTOGRAMS)
         (
             self._first_token,
-            self._gap,
+            self.gaps,  # a token came so many seconds after the one before
             self._per_token,
             self._request,
             self._queue,
@@ -65,7 +65,6 @@ class ModelMetrics:
             self._prompt_tokens,
             self._answer_tokens,
         ) = self.histograms
-        self.count_gap = self._gap.observe  # a token came so many seconds after the one before
         self.num_running = 0  # choices of requests that run, by those who run them
         self.num_waiting = 0  # likewise, of those that wait for their turn
         self.num_by_reason = dict.fromkeys(_REASONS.values(), 0)
@@ -93,12 +92,16 @@ class ModelMetrics:
             self._num_cached += receipt.num_cached
             self._prompt_tokens.observe(receipt.num_prompt)
             self._answer_tokens.observe(receipt.num_generated)
-        num_gaps = max(0, sum(attempt.num_tokens for attempt in receipt.attempts) - 1)
-        self._num_beside_gaps += max(0, receipt.num_generated - num_gaps)
+        num_gaps = -1
+        for attempt in receipt.attempts:
+            num_gaps += attempt.num_tokens
+        num_beside_gaps = receipt.num_generated - max(0, num_gaps)
+        if num_beside_gaps > 0:
+            self._num_beside_gaps += num_beside_gaps
 
     def totals(self) -> tuple[int, ...]:
         """As `_COUNTERS` names them. None of them ever falls."""
-        num_generated = self._gap.count() + self._num_beside_gaps
+        num_generated = self.gaps.count() + self._num_beside_gaps
         return self._num_prompt, num_generated, self._num_prompt, self._num_cached
 
 

@@ -49,6 +49,9 @@ class QuartReply:
         self._is_over = True
         self._changed.set()
 
+    def lane(self, *_: object) -> None:
+        """There is none: Quart sends the bytes."""
+
     def abort(self) -> None:
         """Break the response off, unless it is complete: the client must see that it is not."""
         if self._is_over:

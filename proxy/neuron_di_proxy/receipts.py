@@ -1,7 +1,6 @@
 """What became of each request: who did what, how fast, and how much KV moved."""
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -70,19 +69,18 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     decode: LegReceipt | None
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, kw_only=True):
     """What is known of a running request. Written by recovery, sealed once at its end."""
 
     request_id: RequestId
     model: str
     tenant: str = EVERYBODY.name
-    accepted_s: float = field(default_factory=now_s)
+    accepted_s: float = msgspec.field(default_factory=now_s)
     arrived_s: float | None = None  # its head was here; None: it did not wait
     first_token_s: float | None = None
     last_token_s: float = 0.0
-    emitted: list[int] = field(default_factory=list)  # ids of all tokens given to the client
-    attempts: list[Attempt] = field(default_factory=list)
+    emitted: list[int] = msgspec.field(default_factory=list)  # ids of all tokens given on
+    attempts: list[Attempt] = msgspec.field(default_factory=list)
     finished: Finished | None = None
 
     def count_token(self, token: Token) -> None:
@@ -93,7 +91,10 @@ class RequestRecord:
 
     def continued(self) -> Continued | None:
         """What the answer must say of its continuations; None when there was none."""
-        num_continued = len([attempt for attempt in self.attempts if attempt.emitted])
+        num_continued = 0
+        for attempt in self.attempts:
+            if attempt.emitted:
+                num_continued += 1
         if num_continued == 0:
             return None
         workers = [worker for attempt in self.attempts for worker in attempt.workers()]
@@ -114,42 +115,46 @@ class RequestRecord:
 
     def seal(self, reason: FinishReason) -> Receipt:
         """The receipt of the request as it stands, ended for `reason`."""
-        last = self.attempts[-1] if self.attempts else None
-        prefill_worker, decode_worker = last.workers() if last else (None, None)
-        prefill, decode = (last.prefill, last.decode) if last else (None, None)
-        both = [leg for leg in (prefill, decode) if leg is not None]
-        legs = both[:1] if prefill is decode else both
+        attempts = [_attempt_receipt(attempt) for attempt in self.attempts]
+        last, prefill, decode = None, None, None
+        if attempts:
+            last, prefill, decode = (
+                attempts[-1],
+                self.attempts[-1].prefill,
+                self.attempts[-1].decode,
+            )
+        link, kv_bytes, transfer_s, verify_s = _transfer_of(prefill, decode)
         continued = self.continued()
         num_prompt, num_cached = self._prompt_counts()
+        num_emitted = len(self.emitted)
         arrived_s = self.accepted_s if self.arrived_s is None else self.arrived_s
         ttft_s = itl_mean_s = None
         if self.first_token_s is not None:
             ttft_s = self.first_token_s - arrived_s
-            if len(self.emitted) > 1:
-                itl_mean_s = (self.last_token_s - self.first_token_s) / (len(self.emitted) - 1)
+            if num_emitted > 1:
+                itl_mean_s = (self.last_token_s - self.first_token_s) / (num_emitted - 1)
         return Receipt(
             request_id=self.request_id,
             tenant=self.tenant,
-            attempt=last.number if last else None,
+            attempt=last.attempt if last else None,
             model=self.model,
-            prefill_worker=prefill_worker.worker_id if prefill_worker else None,
-            decode_worker=decode_worker.worker_id if decode_worker else None,
+            prefill_worker=last.prefill_worker if last else None,
+            decode_worker=last.decode_worker if last else None,
             finish_reason=reason,
             num_prompt=num_prompt,
-            num_generated=self.finished.num_generated if self.finished else len(self.emitted),
+            num_generated=self.finished.num_generated if self.finished else num_emitted,
             num_cached=num_cached,
             queued_s=self.accepted_s - arrived_s,
             ttft_s=ttft_s,
             itl_mean_s=itl_mean_s,
             e2e_s=now_s() - arrived_s,
-            attempts=[_attempt_receipt(attempt) for attempt in self.attempts],
+            attempts=attempts,
             continued=continued.continued if continued else 0,
             grade=continued.grade if continued else None,
-            # Both ends may report the transfer; it happened once.
-            link=max([leg.link for leg in legs], default=""),
-            kv_bytes=max([leg.kv_bytes for leg in legs], default=0),
-            transfer_s=max([leg.transfer_s for leg in legs], default=0.0),
-            verify_s=sum([leg.verify_s for leg in legs]),
+            link=link,
+            kv_bytes=kv_bytes,
+            transfer_s=transfer_s,
+            verify_s=verify_s,
             prefill=prefill,
             decode=decode,
         )
@@ -166,6 +171,24 @@ def durations_of(receipt: Receipt) -> dict[str, float]:
         seconds["decode_s"] = receipt.decode.decode_s
     seconds["e2e_s"] = receipt.e2e_s
     return {name: round(value, 6) for name, value in seconds.items()}
+
+
+def _transfer_of(
+    prefill: LegReceipt | None, decode: LegReceipt | None
+) -> tuple[str, int, float, float]:
+    """(link, bytes of KV, seconds of the transfer, seconds of digests) of an attempt's legs."""
+    if prefill is None or decode is None or prefill is decode:
+        leg = prefill if decode is None else decode
+        if leg is None:
+            return "", 0, 0.0, 0
+        return leg.link, leg.kv_bytes, leg.transfer_s, leg.verify_s
+    # Both ends may report the transfer; it happened once.
+    return (
+        max(prefill.link, decode.link),
+        max(prefill.kv_bytes, decode.kv_bytes),
+        max(prefill.transfer_s, decode.transfer_s),
+        prefill.verify_s + decode.verify_s,
+    )
 
 
 def _attempt_receipt(attempt: Attempt) -> AttemptReceipt:

@@ -22,7 +22,7 @@ from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
-from neuron_di_proxy.leg_merge import Emit
+from neuron_di_proxy.leg_merge import Emit, MakeLane, no_lane
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.route import ModelNotFound, Route, Router
 from neuron_di_proxy.workers import Process, Workers, process_of
@@ -82,13 +82,20 @@ class RequestRunner:
         self._is_abandoned = False
         self.budget = RetryBudget(limits.retry_share)
 
-    async def run(self, request: ChoiceRequest, record: RequestRecord, emit: Emit) -> Finished:
+    async def run(
+        self,
+        request: ChoiceRequest,
+        record: RequestRecord,
+        emit: Emit,
+        make_lane: MakeLane = no_lane,
+    ) -> Finished:
         """Give `emit` the request's tokens, indices 0, 1, 2, ..., each once. Returns its end.
 
         Raises what kept it from its end: a ClientError, the last attempt's failure,
         CapacityError when no worker was there in time, RequestTimeout at the deadline, which
         counts from `record.accepted_s`. `record.attempts` grows with each attempt, and a token is
-        counted in `record` before it is given. Cancelling closes all legs at once. A token that
+        counted in `record` before it is given; one that takes a lane of `make_lane` instead is
+        counted by the lane. Cancelling closes all legs at once. A token that
         came in the same turn of the loop may still be given then.
         """
         self.budget.admit()
@@ -113,13 +120,15 @@ class RequestRunner:
                 number=len(tried),
                 request=request,
                 route=await self._find_route(record, began, deadline),
-                emitted=tuple(record.emitted),
+                emitted=tuple(record.emitted) if tried else (),
                 deadline=deadline,
                 begun_with=began.context_tokens() if began is not None else None,
             )
             tried.append(attempt)
             try:
-                finished = await self._launcher.run(attempt, give)
+                # Who failed a step is not known before more tokens were looked at.
+                lane = make_lane if failed_step is None else no_lane
+                finished = await self._launcher.run(attempt, give, lane)
             except NeuronDiError as error:
                 self._learn(attempt, error)
                 if attempt.code == WorkerFailed.code:
@@ -149,7 +158,7 @@ class RequestRunner:
     ) -> Route:
         """Wait for workers that can serve the request. Raises CapacityError when none is there."""
         avoid: set[Process] = set()
-        for attempt in record.attempts:
+        for attempt in record.attempts:  # as a rule there was none
             suspects = (attempt.blamed, attempt.accuser, attempt.refused_by)
             avoid |= {process_of(each) for each in suspects if each is not None}
         # Other weights under the same name must not continue what these began, nor a worker

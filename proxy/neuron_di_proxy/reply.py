@@ -7,6 +7,10 @@ request knows this protocol only, so that both write the same.
 from collections.abc import Sequence
 from typing import Protocol
 
+from neuron_di_proxy.histogram import Histogram
+from neuron_di_proxy.receipts import RequestRecord
+from neuron_di_proxy.token_lane import Lane
+
 UNREAD_BYTES_MAX = 4 << 20  # of a stream that its client does not take, beside its large pieces
 LARGE_PIECE_BYTES = 64 << 10  # a piece of more is a prompt's report, of which a choice has one
 PING = b": ping\n\n"  # an SSE comment: it keeps connections open that middle boxes think idle
@@ -35,6 +39,15 @@ class Reply(Protocol):
 
     def write(self, data: bytes) -> None:
         """Send a piece of the body. Of a stream, each piece is one or more whole SSE events."""
+        ...
+
+    def lane(
+        self, frame: tuple[bytes, bytes], record: RequestRecord, gaps: Histogram
+    ) -> Lane | None:
+        """What takes tokens here by itself, as events of their text in this frame, if that can be.
+
+        Between `begin` and `end`; what else is written may come between.
+        """
         ...
 
     def end(self, last: bytes = b"") -> None:

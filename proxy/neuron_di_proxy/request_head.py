@@ -2,8 +2,12 @@
 
 What a proxy before us could take for another message is refused: bare line ends, two lengths, a
 length beside a transfer coding, codings we do not undo.
+
+A client sends the same head again and again, but for a few values. So what was read of a head is
+kept without those values, and a head that differs in nothing else is not taken apart again.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -12,8 +16,17 @@ import httptools
 from neuron_di.errors import BadRequest, ClientError
 
 HEADERS_MAX = 100
+KNOWN_MAX = 64  # heads that are kept
+KNOWN_BYTES_MAX = 1024  # of one of them, its values included
 
+# Headers whose values differ between a client's requests, or are secret. What is found here is
+# passed on by the parser as it is, whatever it says; a length is looked at again.
+_CHANGING = re.compile(
+    rb"\n([Cc]ontent-[Ll]ength|[Aa]uthorization|[Xx]-[Rr]equest-[Ii][Dd]|[Tt]raceparent)"
+    rb": ([!-~]+(?: [!-~]+)?)\r"
+)
 _ONCE = ("host", "content-length", "transfer-encoding", "authorization", "x-request-id")
+_LENGTH_DIGITS_MAX = 18
 _VERSIONS: dict[str, Literal["1.0", "1.1"]] = {"1.0": "1.0", "1.1": "1.1"}
 
 
@@ -54,7 +67,62 @@ class _Fields:
         self.is_complete = True
 
 
+class _Known(NamedTuple):
+    """A head that was read, without the values of `changing`."""
+
+    head: RequestHead
+    changing: tuple[str, ...]  # names, in the order of their lines
+    has_length: bool  # among them
+
+    def with_values(self, values: Sequence[bytes]) -> RequestHead | None:
+        """The head with these values in their places. None: a length that has to be refused."""
+        method, path, version, known, body_bytes, keeps_alive, wants_continue = self.head
+        headers = known.copy()
+        for name, value in zip(self.changing, values, strict=True):
+            headers[name] = value.decode("ascii")
+        if self.has_length:
+            length = headers["content-length"]
+            if len(length) > _LENGTH_DIGITS_MAX or not length.isdigit():
+                return None
+            body_bytes = int(length)
+        return RequestHead(method, path, version, headers, body_bytes, keeps_alive, wants_continue)
+
+
+_known: dict[tuple[bytes, ...], _Known] = {}  # oldest first
+
+
 def read_head(raw: bytes) -> RequestHead:
+    """As `parse_head`, which is not asked again for a head that is known."""
+    if len(raw) > KNOWN_BYTES_MAX:
+        return parse_head(raw)
+    pieces = _CHANGING.split(raw)  # what stands between, a name, its value, and so on
+    values = pieces[2::3]
+    del pieces[2::3]
+    key = tuple(pieces)
+    known = _known.get(key)
+    if known is not None and (head := known.with_values(values)) is not None:
+        return head
+    head = parse_head(raw)
+    if known is None:
+        _keep(key, values, head)
+    return head
+
+
+def _keep(key: tuple[bytes, ...], values: Sequence[bytes], head: RequestHead) -> None:
+    changing = tuple(name.decode("ascii").lower() for name in key[1::2])
+    headers = head.headers
+    # A name that comes twice has another value than either of its lines.
+    if any(
+        headers.get(name) != value.decode() for name, value in zip(changing, values, strict=True)
+    ):
+        return
+    if len(_known) >= KNOWN_MAX:
+        del _known[next(iter(_known))]
+    without = head._replace(headers=headers | dict.fromkeys(changing, ""))
+    _known[key] = _Known(without, changing, "content-length" in changing)
+
+
+def parse_head(raw: bytes) -> RequestHead:
     """Read a whole head, its empty line included.
 
     Raises BadRequest, or HeadTooLarge for too many headers. After that nobody can say where the
@@ -133,6 +201,6 @@ def _body_bytes(headers: dict[str, str], version: str) -> int | None:
         return None
     if length is None:
         return 0
-    if not (length.isascii() and length.isdigit()) or len(length) > 18:
+    if not (length.isascii() and length.isdigit()) or len(length) > _LENGTH_DIGITS_MAX:
         raise BadRequest("Content-Length is no length")
     return int(length)

@@ -8,10 +8,11 @@ Next: proxy/neuron_di_proxy/recovery.py
 
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
 from itertools import count, filterfalse
 from typing import Protocol
+
+import msgspec
 
 from neuron_di.errors import CapacityError, ClientError
 from neuron_di.types import Role, WorkerId
@@ -56,16 +57,14 @@ class ModelNotFound(ClientError):
     code = "model_not_found"
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """The request is handed over from one worker to another."""
 
     prefill: WorkerRecord
     decode: WorkerRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(msgspec.Struct, frozen=True):
     """One worker does it all."""
 
     worker: WorkerRecord
@@ -73,7 +72,7 @@ class Whole:
 
 Route = Pair | Whole
 
-_Fit = Callable[[WorkerRecord], bool]
+_Unfit = Callable[[WorkerRecord], object]  # what it returns is true where the worker will not do
 
 
 class _Ready:
@@ -153,20 +152,23 @@ class Router:
         if known is not self._known:
             self._sort(known)
         why_not = self._fitness.why_not
+        is_unfit: _Unfit = why_not  # as a rule: asked without a function of ours in between
+        if model_digest is not None or context_tokens:
 
-        def is_fit(record: WorkerRecord) -> bool:
-            if model_digest is not None and record.model_digest != model_digest:
-                return False
-            return record.context_tokens >= context_tokens and not why_not(record)
+            def is_unfit(record: WorkerRecord) -> object:
+                if model_digest is not None and record.model_digest != model_digest:
+                    return True
+                return record.context_tokens < context_tokens or why_not(record)
 
         ready = self._ready.get(model)
         if ready is not None:
-            pair = self._first_pair(ready, is_fit, avoid)
-            whole = _first(ready.wholes, is_fit, avoid) if pair is None else None
+            pair = self._first_pair(ready, is_unfit, avoid)
+            whole = _first(ready.wholes, is_unfit, avoid) if pair is None else None
             if whole is not None:
                 self._note_turn(whole, ready.wholes)
                 return Whole(whole)
-            pair = pair or self._first_pair(ready, is_fit, avoid, has_to_work=False)
+            if pair is None:
+                pair = self._first_pair(ready, is_unfit, avoid, has_to_work=False)
             if pair is not None:
                 self._note_turn(pair.prefill, ready.prefills)
                 self._note_turn(pair.decode, ready.decodes(pair.prefill))
@@ -215,18 +217,18 @@ class Router:
     def _first_pair(
         self,
         ready: _Ready,
-        is_fit: _Fit,
+        is_unfit: _Unfit,
         avoid: AbstractSet[Process],
         *,
         has_to_work: bool = True,
     ) -> Pair | None:
         """The pair whose turn it is. Unless it `has_to_work`, one that failed its test will do."""
         spare: Pair | None = None
-        for prefill in filter(is_fit, ready.prefills):
+        for prefill in filterfalse(is_unfit, ready.prefills):
             decodes: Iterable[WorkerRecord] = ready.decodes(prefill)
             if has_to_work and self._pairs is not None:
                 decodes = filterfalse(partial(self._pairs.has_failed, prefill), decodes)
-            decode = _first(decodes, is_fit, avoid)
+            decode = _first(decodes, is_unfit, avoid)
             if decode is None:
                 continue
             if not avoid or process_of(prefill) not in avoid:
@@ -274,11 +276,11 @@ def _of_role(records: Iterable[WorkerRecord], role: Role) -> list[WorkerRecord]:
 
 
 def _first(
-    candidates: Iterable[WorkerRecord], is_fit: _Fit, avoid: AbstractSet[Process]
+    candidates: Iterable[WorkerRecord], is_unfit: _Unfit, avoid: AbstractSet[Process]
 ) -> WorkerRecord | None:
     """The first that fits and is not to be avoided; the first that fits, where none is left."""
     spare: WorkerRecord | None = None
-    for record in filter(is_fit, candidates):
+    for record in filterfalse(is_unfit, candidates):
         if not avoid or process_of(record) not in avoid:
             return record
         spare = spare or record

@@ -25,10 +25,11 @@ from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
 from neuron_di_proxy.route import Directory, Pair, fits
+from neuron_di_proxy.ticks import until_tick_s
 from neuron_di_proxy.workers import Process, Workers, process_of
 
 ID_PREFIX = "self-test-"
-LOOK_INTERVAL_S = 0.5  # for pairs that are due
+LOOK_INTERVAL_S = 1.0  # for pairs that are due; whenever a worker's health changes, too
 RETRY_S = 10.0
 TEST_TIMEOUT_S = 30.0
 NUM_TOKENS = 2
@@ -137,7 +138,7 @@ class SelfTest:
                     await self._test(pair)
             except Exception:
                 _log.exception("self_test_failed")
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await self._health.wait_change(until_tick_s(LOOK_INTERVAL_S))
 
     def _due(self) -> list[Pair]:
         """The pairs to test now: ready, answering, and not tested or failed a while ago."""

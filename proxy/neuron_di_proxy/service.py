@@ -17,7 +17,7 @@ from typing import Self
 
 import msgspec
 
-from neuron_di.clock import Deadline, now_s
+from neuron_di.clock import Deadline
 from neuron_di.errors import BadRequest, NeuronDiError
 from neuron_di.obs import get_logger
 from neuron_di.types import RequestId
@@ -132,9 +132,11 @@ class Service:
     ) -> None:
         """A choice is over: count it, keep its receipt, say so."""
         self.receipts.add(receipt)
-        self.admission.spend(tenant, receipt.num_prompt + receipt.num_generated)
+        if tenant.tokens_per_minute is not None:
+            self.admission.spend(tenant, receipt.num_prompt + receipt.num_generated)
         self.metrics.count(receipt, code)
-        self.tracing.end(trace, receipt, code, tenant.name)
+        if trace is not None:
+            self.tracing.end(trace, receipt, code, tenant.name)
         if not _log.shows_info():
             return
         _log.info(
@@ -177,6 +179,18 @@ class Service:
 class Exchange:
     """One HTTP request for tokens. `request_id` is ours and unique; the client's is only echoed."""
 
+    __slots__ = (
+        "_arrived_s",
+        "_endpoint",
+        "_records",
+        "_service",
+        "_tenant",
+        "_ticket",
+        "_trace",
+        "echoed_id",
+        "request_id",
+    )
+
     def __init__(
         self,
         service: Service,
@@ -186,7 +200,7 @@ class Exchange:
         client_id: str | None,
         trace: TraceContext | None,
     ) -> None:
-        self._arrived_s = now_s()
+        self._arrived_s = ticket.arrived_s
         self.request_id = RequestId(fresh_id())
         self.echoed_id = client_id or self.request_id
         self._service = service
@@ -203,7 +217,8 @@ class Exchange:
         """
         try:
             wanted = self._read(body)
-            await self._wait_turn(wanted)
+            if not self._ticket.starts_at_once():
+                await self._wait_turn(wanted)
             await self._run(wanted, reply)
         except Exception as error:
             self._log_failure(error)
@@ -225,7 +240,8 @@ class Exchange:
             wanted = _READERS[self._endpoint](
                 body, choices_max=service.limits.choices_max, traits_of=service.traits
             )
-            wanted = self._within_tenants_limits(wanted)
+            if self._tenant.max_tokens is not None:
+                wanted = self._within_tenants_limits(wanted)
             self._ticket.take(wanted.num_choices, wanted.cost)
         except NeuronDiError as error:
             self._service.metrics.count_refused(failure_of(error).code)
@@ -273,12 +289,12 @@ class Exchange:
         counts = service.metrics.of(wanted.model)
         choices: list[Choice] = []
         for index, record in enumerate(records):
-            trace = service.tracing.below(self._trace)
+            trace = None if self._trace is None else service.tracing.below(self._trace)
             request = wanted.choice(index)
             if trace is not None:
                 request = msgspec.structs.replace(request, traceparent=trace.header())
             on_end = partial(service.end_choice, self._tenant, trace)
-            choices.append(Choice(index, request, record, sink, on_end, counts.count_gap))
+            choices.append(Choice(index, request, record, sink, on_end, counts.gaps))
         counts.num_running += num_choices
         try:
             await run_choices(choices, service.runner)

@@ -8,6 +8,8 @@ from msgspec import structs
 
 from neuron_di.wire import Finished, PromptReport, Token
 from neuron_di_proxy.choices import ChoiceSink
+from neuron_di_proxy.histogram import Histogram
+from neuron_di_proxy.token_lane import Lane
 
 
 class SharedReports:
@@ -41,6 +43,10 @@ class SharedReports:
         if first not in self._reports:
             self._release(first, None)
         self._sink.finished(index, finished)
+
+    def lane(self, index: int, gaps: Histogram) -> Lane | None:
+        first = index - index % self._n
+        return self._sink.lane(index, gaps) if first in self._reports else None
 
     def _release(self, first: int, report: PromptReport | None) -> None:
         self._reports[first] = report

@@ -5,7 +5,10 @@ from email.utils import formatdate
 
 from neuron_di.clock import unix_s
 from neuron_di.errors import LocalProtocolError
+from neuron_di_proxy.histogram import Histogram
+from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.reply import LARGE_PIECE_BYTES, PING, UNREAD_BYTES_MAX, Headers
+from neuron_di_proxy.token_lane import IS_COMPILED, Lane, Outlet
 
 _PING_CHUNK = b"%x\r\n%b\r\n" % (len(PING), PING)
 
@@ -32,23 +35,27 @@ class SocketReply:
     """One response on a transport that belongs to its connection.
 
     `closes` and `is_full` are the connection's: it ends with this response; the transport asked
-    to wait. `num_silent` counts the sweeps since something was written.
+    to wait.
     """
 
     __slots__ = (
         "_has_length",
         "_is_chunked",
         "_num_large_bytes",
+        "_num_silent",
+        "_outlet",
         "_transport",
         "closes",
         "has_begun",
         "is_full",
         "is_over",
-        "num_silent",
     )
 
-    def __init__(self, transport: asyncio.Transport, *, is_chunked: bool, closes: bool) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, outlet: Outlet, *, is_chunked: bool, closes: bool
+    ) -> None:
         self._transport = transport
+        self._outlet = outlet
         self._is_chunked = is_chunked  # where the length is not known beforehand
         self.closes = closes
         self._has_length = False
@@ -56,7 +63,7 @@ class SocketReply:
         self.has_begun = False
         self.is_over = False
         self.is_full = False
-        self.num_silent = 0
+        self._num_silent = 0  # sweeps since something was written
 
     def begin(
         self, status: int, headers: Headers, *, length: int | None, first: bytes = b""
@@ -78,19 +85,29 @@ class SocketReply:
         if self.closes:
             tail += b"Connection: close\r\n"
         data = b"%b%b\r\n%b" % (head.encode("latin-1"), tail, self._framed(first))
+        self._outlet.block()  # others may have written
         self.has_begun = True  # not before: a head that cannot be encoded must not count as sent
         self._write(data)
 
     def write(self, data: bytes) -> None:
         self._write(self._framed(data))
 
+    def lane(
+        self, frame: tuple[bytes, bytes], record: RequestRecord, gaps: Histogram
+    ) -> Lane | None:
+        if not IS_COMPILED or not self._is_chunked or self.is_over:
+            return None
+        ids = record.emitted
+        return Lane(
+            self._outlet, self.write, *frame, len(ids), record, ids, gaps, record.last_token_s
+        )
+
     def _framed(self, data: bytes) -> bytes:
         # An empty chunk would read as the end.
         return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked and data else data
 
     def _write(self, data: bytes) -> None:
-        self.num_silent = 0
-        self._transport.write(data)
+        self._outlet.write(data)
         if len(data) > LARGE_PIECE_BYTES:
             self._num_large_bytes += len(data)
         elif self.is_full and not self._has_length:
@@ -113,5 +130,13 @@ class SocketReply:
 
     def ping(self) -> None:
         """Say that the stream lives."""
-        self.num_silent = 0
-        self._transport.write(_PING_CHUNK)
+        self._outlet.write(_PING_CHUNK)
+
+    def sweep(self, silent_max: float) -> None:
+        """Say that the stream lives if nothing was written for more than so many sweeps."""
+        if self._outlet.has_written:
+            self._outlet.has_written = False
+            self._num_silent = 0
+        self._num_silent += 1
+        if self._num_silent > silent_max:
+            self.ping()

@@ -10,7 +10,9 @@ from msgspec import structs
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.obs import get_logger
 from neuron_di.wire import WorkerRecord, status_decoder
+from neuron_di_proxy.health import LastWord
 from neuron_di_proxy.status_client import StatusClient
+from neuron_di_proxy.ticks import until_tick_s
 
 _log = get_logger(__name__)
 
@@ -21,7 +23,8 @@ ASK_TIMEOUT_S = 1.0
 class StaticDirectory:
     """Asks each worker for its record, again and again, while entered.
 
-    A worker that does not answer is not there; one that restarted has a fresh record.
+    A worker that does not answer is not there; one that restarted has a fresh record. One that
+    says by itself how it is, to whoever watches it, is not asked.
     """
 
     def __init__(self, urls: tuple[str, ...]) -> None:
@@ -29,6 +32,11 @@ class StaticDirectory:
         self._client = StatusClient()
         self._workers: dict[str, WorkerRecord] = {}
         self._view: tuple[WorkerRecord, ...] = ()
+        self._last_word: LastWord = lambda _: None
+
+    def ask_first(self, last_word: LastWord) -> None:
+        """What `last_word` has of a worker need not be asked for."""
+        self._last_word = last_word
 
     def workers(self) -> tuple[WorkerRecord, ...]:
         """Every worker that answered last time, in the order of the addresses.
@@ -55,8 +63,19 @@ class StaticDirectory:
 
     async def _ask_all(self) -> None:
         while True:
-            await asyncio.gather(*(self._ask(url) for url in self._urls))
-            await asyncio.sleep(ASK_INTERVAL_S)
+            silent = [url for url in self._urls if not self._has_heard(url)]
+            if silent:
+                await asyncio.gather(*(self._ask(url) for url in silent))
+            await asyncio.sleep(until_tick_s(ASK_INTERVAL_S))
+
+    def _has_heard(self, url: str) -> bool:
+        """Take what the worker said by itself, if it did and still is the same process."""
+        known = self._workers.get(url)
+        word = None if known is None else self._last_word(known)
+        if known is None or word is None or word.record.incarnation != known.incarnation:
+            return False
+        self._keep(url, word.record, known.host, known.api_port)
+        return True
 
     async def _ask(self, url: str) -> None:
         # Legs go where the operator said; the worker may know itself by another name.
@@ -73,9 +92,12 @@ class StaticDirectory:
                 self._note(url, None)
                 _log.warning("worker_lost", url=url, reason=type(error).__name__)
         else:
-            record = structs.replace(record, host=host, api_port=port)
-            if record != self._workers.get(url):
-                self._note(url, record)
+            self._keep(url, record, host, port)
+
+    def _keep(self, url: str, record: WorkerRecord, host: str, port: int) -> None:
+        record = structs.replace(record, host=host, api_port=port)
+        if record != self._workers.get(url):
+            self._note(url, record)
 
     def _note(self, url: str, record: WorkerRecord | None) -> None:
         if record is None:

@@ -1,7 +1,7 @@
 """Asks workers how they are, over a connection to each that is kept.
 
-The same few questions come twice a second for each worker as long as the proxy runs, also when
-nobody uses it: they are one small HTTP request each, made without a general client.
+The same question comes twice a second for each worker that says nothing on its link, as long as the
+proxy runs: it is one small HTTP request each time, made without a general client.
 """
 
 import asyncio

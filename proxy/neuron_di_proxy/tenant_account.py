@@ -37,12 +37,10 @@ class TenantAccount:
                 f"{self.num_open} requests with this API key are open, which is its limit",
                 retry_after_s=drain_rate.wait_s(1),
             )
-        for limit, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
-            wait_s = 0.0 if limit is None else limit.wait_s(1)
-            if wait_s > 0:
-                raise RateLimited(
-                    f"this API key has used up its {kind} per minute", retry_after_s=wait_s
-                )
+        if self._requests is not None:
+            _check_rate(self._requests, "requests")
+        if self._tokens is not None:
+            _check_rate(self._tokens, "tokens")
 
     def count_request(self) -> None:
         if self._requests is not None:
@@ -55,6 +53,12 @@ class TenantAccount:
     def crowding(self, further: int = 0) -> float:
         """How much of the queue it has for its weight, or would have with further requests."""
         return (len(self.pending) + further) / self.tenant.weight
+
+
+def _check_rate(limit: RateLimit, kind: str) -> None:
+    wait_s = limit.wait_s(1)
+    if wait_s > 0:
+        raise RateLimited(f"this API key has used up its {kind} per minute", retry_after_s=wait_s)
 
 
 def _changed(limit: RateLimit | None, per_minute: int | None) -> RateLimit | None:

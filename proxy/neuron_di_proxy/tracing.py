@@ -99,7 +99,7 @@ class Tracing:
 
     def open(self, traceparent: str | None) -> TraceContext | None:
         """The place of a request whose header is this. None: it is in no trace."""
-        context = read_traceparent(traceparent)
+        context = None if traceparent is None else read_traceparent(traceparent)
         if context is None and self._endpoint is not None:
             return new_trace()
         return context

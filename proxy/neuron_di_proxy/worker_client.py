@@ -14,8 +14,10 @@ from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout, RemoteProtoco
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus, encode_json, status_decoder
 from neuron_di.wire.codec import LEG_BYTES_MAX
+from neuron_di_proxy.health import OnWord
 from neuron_di_proxy.leg_link import LegLink
 from neuron_di_proxy.status_client import StatusClient
+from neuron_di_proxy.token_lane import Lane
 from neuron_di_proxy.workers import STATUS_TIMEOUT_S, Hear, LegKind
 
 CLIENT_CLOSED = "the proxy has ended its connections to workers"
@@ -57,6 +59,11 @@ class LinkedLeg:
             return
         self._number = self._link.open(self._kind, document, hear)
 
+    def relay(self, lane: Lane) -> None:
+        """As `workers.Leg.relay`."""
+        if self._link is not None:
+            self._link.relay(self._number, lane)
+
     def close(self) -> None:
         """As `workers.Leg.close`."""
         self._is_closed = True
@@ -74,14 +81,15 @@ class LinkedLeg:
 class WorkerClient:
     """The proxy's connections to all workers. An async context manager; one per process.
 
-    A worker's link is made when its first leg is opened, and stays until one side ends: the
-    worker's process, the client, or a silence of `idle_timeout_s`.
+    A worker's link is made when it answered how it is, or when its first leg is opened, and stays
+    until one side ends: the worker's process, the client, or a silence of `idle_timeout_s`.
     """
 
     def __init__(self, limits: LimitOptions) -> None:
         self._limits = limits
         self._links: dict[_Place, LegLink] = {}
         self._statuses = StatusClient()
+        self._on_word: OnWord | None = None
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -107,6 +115,10 @@ class WorkerClient:
         """Prepare a leg. Nothing is sent before its `open`."""
         return LinkedLeg(record, self._link_to, kind, leg)
 
+    def on_word(self, hear: OnWord) -> None:
+        """Tell `hear` what workers say of themselves by their links, and which links have ended."""
+        self._on_word = hear
+
     def _link_to(self, record: WorkerRecord) -> LegLink | None:
         """The link to a worker's process, made if need be. None once the client is closed."""
         if self._is_closed:
@@ -114,17 +126,29 @@ class WorkerClient:
         place = (record.host, record.api_port, record.incarnation)
         link = self._links.get(place)
         if link is None:
-            link = self._links[place] = LegLink(record, self._limits, partial(self._drop, place))
+            link = LegLink(
+                record,
+                self._limits,
+                partial(self._drop, place, record),
+                None if self._on_word is None else partial(self._on_word, record),
+            )
+            self._links[place] = link
         return link
 
-    def _drop(self, place: _Place, link: LegLink) -> None:
+    def _drop(self, place: _Place, record: WorkerRecord, link: LegLink) -> None:
         if self._links.get(place) is link:
             del self._links[place]
+            if self._on_word is not None:
+                self._on_word(record, None)
 
     async def status(
         self, record: WorkerRecord, timeout_s: float = STATUS_TIMEOUT_S
     ) -> WorkerStatus:
-        """Ask a worker how it is. Raises a PeerError when it does not say within `timeout_s`."""
+        """Ask a worker how it is. Raises a PeerError when it does not say within `timeout_s`.
+
+        A worker that answers gets its link, unless nobody would hear what it says there by itself:
+        the first request need not wait for a connection.
+        """
         with _as_peer_error(record.worker_id):
             async with asyncio.timeout(timeout_s):
                 answer = await self._statuses.ask(record.host, record.api_port)
@@ -132,7 +156,10 @@ class WorkerClient:
             raise RemoteProtocolError(
                 f"worker {record.worker_id} answered with HTTP status {answer.http_status}"
             )
-        return status_decoder.decode(answer.body)
+        status = status_decoder.decode(answer.body)
+        if self._on_word is not None and status.record.incarnation == record.incarnation:
+            self._link_to(record)
+        return status
 
     async def ask(
         self,

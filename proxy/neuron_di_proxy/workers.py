@@ -5,25 +5,22 @@ health, self test) knows these two protocols only, so a simulation can stand in 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import Finished, Parked, Released, Token, WorkerRecord, WorkerStatus
 from neuron_di.wire.leg_link import LegKind as LegKind
+from neuron_di_proxy.token_lane import Lane
 
 STATUS_TIMEOUT_S = 1.0
 
 Progress = Token | Parked | Released | Finished
 
 
-class Process(NamedTuple):
-    """One life of a worker. After a restart it is another process."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-
+# One life of a worker. After a restart it is another process.
+Process = tuple[WorkerId, Incarnation]
 
 # What a leg says: an event, or the error that ended it.
 Said = Progress | Exception
@@ -44,6 +41,13 @@ class Leg(Protocol):
         words, PeerGone when it cannot be reached or hangs up, PeerTimeout when it is silent for
         too long, RemoteProtocolError when it cannot be understood, TooLarge when the leg was not
         sent because no worker takes so much. `hear` does not raise.
+        """
+        ...
+
+    def relay(self, lane: Lane) -> None:
+        """Give the leg's plain tokens to `lane` from now on. What it takes is not heard.
+
+        Called between `open` and `close`. A lane that is closed takes nothing.
         """
         ...
 
@@ -71,4 +75,4 @@ class Workers(Protocol):
 
 def process_of(record: WorkerRecord) -> Process:
     """The process that a record describes."""
-    return Process(record.worker_id, record.incarnation)
+    return record.worker_id, record.incarnation

@@ -1,6 +1,6 @@
 """One cluster for all cases; its report stands at the end of the run."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,13 @@ from .cluster import Cluster
 from .report import CaseReport, table
 from .settings import QUICK
 
-_reports: list[CaseReport] = []
+_PROPERTY = "chaos"
 
 
-@pytest.fixture(scope="session")
-def reports() -> list[CaseReport]:
-    """Where every case puts what it found."""
-    return _reports
+@pytest.fixture
+def keep(record_property: Callable[[str, object], None]) -> Callable[[CaseReport], None]:
+    """Takes what a case found. It travels with the test's result: another process may print it."""
+    return lambda report: record_property(_PROPERTY, report.to_plain())
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -38,7 +38,15 @@ async def requests(cluster: Cluster) -> Requests:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _reports:
+    reports = [
+        CaseReport.from_plain(plain)
+        for results in terminalreporter.stats.values()
+        for result in results
+        if getattr(result, "when", None) == "call"
+        for name, plain in result.user_properties
+        if name == _PROPERTY
+    ]
+    if reports:
         terminalreporter.section("chaos")
-        for line in table(_reports):
+        for line in table(reports):
             terminalreporter.write_line(line)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 from types import TracebackType
 from typing import Literal, Self
@@ -9,6 +10,8 @@ from typing import Literal, Self
 Direction = Literal["up", "down"]  # to the server, to the client
 
 CHUNK_BYTES = 1 << 16
+PORTS = range(20_000, 32_768)
+PORTS_PER_RUN = 32
 
 
 class FaultProxy:
@@ -124,9 +127,13 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports below the range that the system takes for outgoing connections, free just now."""
+    """Ports below the range that the system takes for outgoing connections, free just now.
+
+    Whoever gets one listens later. So two test runs on one machine look from different places on.
+    """
     ports: list[int] = []
-    for port in range(20_000, 32_768):
+    first = os.getpid() * PORTS_PER_RUN % len(PORTS)
+    for port in (*PORTS[first:], *PORTS[:first]):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             ports.append(port)
             if len(ports) == count:

@@ -75,7 +75,10 @@ class TestedProcess:
         """Wait for its line that says so. Returns that line."""
         async with asyncio.timeout(START_TIMEOUT_S):
             await self._ready.wait()
-        return next(line.fields for line in reversed(self.events) if line.event == "ready")
+        for line in reversed(self.events):
+            if line.event == "ready":
+                return line.fields
+        raise RuntimeError(f"{self._arguments[0]} ended before it was ready: {self._complaints}")
 
     def stop(self) -> None:
         """Freeze it (SIGSTOP)."""

@@ -3,7 +3,8 @@
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from .fault import PHASE_NAMES, Outcome, Phase
 
@@ -56,6 +57,15 @@ class CaseReport:
     @property
     def is_good(self) -> bool:
         return not self.failures
+
+    def to_plain(self) -> dict[str, Any]:
+        """As what any process can be sent: numbers, texts, lists and dicts."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return plain | {"errors": dict(self.errors)}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "CaseReport":
+        return cls(**plain | {"errors": Counter(plain["errors"])})
 
 
 def table(reports: Sequence[CaseReport]) -> list[str]:

@@ -250,7 +250,10 @@ def test_the_report_says_what_is_wrong():
     gone = CaseReport(
         fault=FAULTS["F63"].name, title=FAULTS["F63"].title, phase="d", outcome="A", num_requests=4
     )
-    lines = table([good, bad, gone])
+    reports = [good, bad, gone]
+    sent = json.dumps([report.to_plain() for report in reports])
+    assert [CaseReport.from_plain(plain) for plain in json.loads(sent)] == reports
+    lines = table(reports)
     assert lines[0].split()[:4] == ["fault", "phase", "due", "req"]
     assert " ".join(lines[1].split()) == "F05 queued R 4 0 4 0 0 0 0 0 0 12 1500 -"
     assert lines[2].split()[-1] == "peer_gone:1"

@@ -1,5 +1,7 @@
 """Seven faults at six phases, on real processes: nothing is wrong, lost, leaked or stuck."""
 
+from collections.abc import Callable
+
 import pytest
 
 from .case import Requests, run_case
@@ -44,8 +46,8 @@ async def test_a_fault_at_a_phase(
     phase: Phase,
     cluster: Cluster,
     requests: Requests,
-    reports: list[CaseReport],
+    keep: Callable[[CaseReport], None],
 ) -> None:
     report = await run_case(cluster, fault, phase, requests, number)
-    reports.append(report)
+    keep(report)
     assert report.failures == []

@@ -1,4 +1,4 @@
-"""Checkpoints, and the one fleet that several files share."""
+"""Checkpoints, and the fleets that several files share."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -53,6 +53,12 @@ def llama(checkpoint: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_tales() -> Path:
+    """The model that is shipped. It has a chat template with tools."""
+    return Path(__file__).parents[2] / "examples/models/tiny-tales"
+
+
+@pytest.fixture(scope="session")
 def oracle(llama: Path) -> Oracle:
     """Hugging Face on the same checkpoint."""
     return Oracle(llama)
@@ -68,4 +74,16 @@ def llama_llm(llama: Path) -> Iterator[LLM]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def llama_1p1d(llama: Path) -> AsyncIterator[Client]:
     async with running_fleet(llama) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def llama_combined(llama: Path) -> AsyncIterator[Client]:
+    async with running_fleet(llama, combined=True) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def tiny_tales_1p1d(tiny_tales: Path) -> AsyncIterator[Client]:
+    async with running_fleet(tiny_tales) as client:
         yield client

@@ -7,7 +7,6 @@ send and the way they read.
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -23,12 +22,10 @@ from bench_readers import (
     vllm_completion,
 )
 from openai_kit import DEADLINE_S, Client, gather
-from process_kit import running_fleet
 from pydantic import BaseModel, ConfigDict, Field
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-MODEL = Path(__file__).parents[2] / "examples/models/tiny-tales"
 PROMPT = "Once upon a time there was"
 MESSAGES: Any = [{"role": "user", "content": "Tell me a tale of a reader."}]
 GREEDY: Any = {"temperature": 0, "max_tokens": 12}
@@ -52,10 +49,9 @@ class Weather(BaseModel):
     unit: Literal["C", "F"]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def served() -> AsyncIterator[Client]:
-    async with running_fleet(MODEL) as client:
-        yield client
+@pytest.fixture(scope="module")
+def served(tiny_tales_1p1d: Client) -> Client:
+    return tiny_tales_1p1d
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -1,15 +1,11 @@
 """Seeded sampling draws the same tokens on two workers, on one, and without any."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 from openai_kit import Answer, Client, gather
 from oracle_kit import Oracle
-from process_kit import running_fleet
 
 from neuron_di.llm import LLM
 from neuron_di.wire import SamplingParams
@@ -45,17 +41,11 @@ CASES = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def combined(llama: Path) -> AsyncIterator[Client]:
-    async with running_fleet(llama, combined=True) as client:
-        yield client
-
-
 async def test_1p1d_equals_combined_and_one_process(
-    llama_1p1d: Client, combined: Client, llama_llm: LLM, oracle: Oracle
+    llama_1p1d: Client, llama_combined: Client, llama_llm: LLM, oracle: Oracle
 ) -> None:
     pair = await gather(*(llama_1p1d.ask(prompt, **params) for prompt, params in CASES))
-    whole = await gather(*(combined.ask(prompt, **params) for prompt, params in CASES))
+    whole = await gather(*(llama_combined.ask(prompt, **params) for prompt, params in CASES))
     for (prompt, params), ours, theirs in zip(CASES, pair, whole, strict=True):
         assert _content(ours) == _content(theirs)
         (alone,) = llama_llm.generate([prompt], msgspec.convert(params, SamplingParams))
@@ -64,7 +54,7 @@ async def test_1p1d_equals_combined_and_one_process(
         assert ours.labels == [oracle.label(token_id) for token_id in alone.token_ids]
     reasons = {answer.finish_reason for answer in pair}
     assert reasons == {"stop", "length"}, "both ends were tried"
-    receipts = [await combined.receipt(answer.answer_id) for answer in whole]
+    receipts = [await llama_combined.receipt(answer.answer_id) for answer in whole]
     assert {receipt["decode_worker"] for receipt in receipts} == {"combined-0"}
     assert {receipt["kv_bytes"] for receipt in receipts} == {0}
 

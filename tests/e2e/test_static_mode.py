@@ -1,12 +1,11 @@
 """The parts started alone: with a registry, and with fixed addresses and no registry."""
 
 import asyncio
-import contextlib
 import signal
-import socket
 from pathlib import Path
 
 import pytest
+from chaos.fault_proxy import free_ports
 from openai_kit import Client, eventually
 from process_kit import Part, part, session_of_many
 
@@ -33,7 +32,7 @@ async def test_parts_with_a_registry(llama: Path) -> None:
 
 
 async def test_static_1p1d_without_a_registry(llama: Path) -> None:
-    signal_port = _free_port()
+    (signal_port,) = free_ports(1)
     async with (
         part(
             "worker", str(llama), "--role=prefill", f"--signal-port={signal_port}", *WORKER
@@ -81,11 +80,3 @@ async def _available(client: Client) -> bool | None:
 async def _unavailable(client: Client) -> dict[str, str] | None:
     health: dict[str, str] = await client.get("/health")
     return None if health["status"] == "ok" else health
-
-
-def _free_port() -> int:
-    """Below the range that the system takes ports from for outgoing connections."""
-    for port in range(20_000, 32_768):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no port is free")

@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from openai_kit import Client, Refused, gather
-from process_kit import running_fleet, session_of_many
+from process_kit import session_of_many
 
 from neuron_di.config import EngineOptions, LogOptions, ServeOptions
 from neuron_di.llm import LLM
@@ -52,12 +50,6 @@ def asking_for(schema: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def combined(llama: Path) -> AsyncIterator[Client]:
-    async with running_fleet(llama, combined=True) as client:
-        yield client
-
-
 def assert_fits(text: str) -> None:
     answer = json.loads(text)
     assert sorted(answer) == sorted(SCHEMA["required"])
@@ -68,13 +60,13 @@ def assert_fits(text: str) -> None:
 
 
 async def test_two_workers_one_worker_and_one_process_write_the_same(
-    llama_1p1d: Client, combined: Client, llama_llm: LLM
+    llama_1p1d: Client, llama_combined: Client, llama_llm: LLM
 ) -> None:
     cases = [{"temperature": temperature, "seed": seed} for temperature, seed in
              ((0.0, 0), (1.0, 1), (1.0, 2), (1.8, 3))]  # fmt: skip
     fields = {"response_format": asking_for(SCHEMA), "max_tokens": 400, "top": 2}
     pair = await gather(*(llama_1p1d.ask("def main(", **case, **fields) for case in cases))
-    whole = await gather(*(combined.ask("def main(", **case, **fields) for case in cases))
+    whole = await gather(*(llama_combined.ask("def main(", **case, **fields) for case in cases))
     for case, ours, theirs in zip(cases, pair, whole, strict=True):
         assert ours.finish_reason == "stop"
         assert_fits(ours.text)

@@ -3,27 +3,15 @@
 import logging
 
 import pytest
+from hand_clock import HandClock
 
 from neuron_di.clock import use_clock
 from neuron_di.obs import LimitedLogger
 
 
-class HandClock:
-    now_s = 0.0
-
-    def monotonic_s(self):
-        return self.now_s
-
-    def unix_s(self):
-        return self.now_s
-
-    def sleep_s(self, duration_s):
-        self.now_s += duration_s
-
-
 @pytest.fixture
 def clock():
-    clock = HandClock()
+    clock = HandClock(0.0)
     with use_clock(clock):
         yield clock
 

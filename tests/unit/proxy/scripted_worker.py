@@ -104,11 +104,14 @@ Script = Callable[[SeenLeg], Awaitable[None]]
 class ScriptedWorker:
     """Runs `script` for each leg; without one, hands legs to the test through `next_leg`.
 
-    Self tests are played by `self_test`, and kept from the test. While `is_frozen` it accepts
-    connections and says nothing of how it is.
+    Self tests are played by `self_test`, and kept from the test. While it is frozen it accepts
+    connections and says nothing of how it is. Otherwise it does by its links, too, if it `talks`.
     """
 
-    def __init__(self, worker_id: str, role: Role, script: Script | None = None) -> None:
+    def __init__(
+        self, worker_id: str, role: Role, script: Script | None = None, *, talks: bool = False
+    ) -> None:
+        self.talks = talks
         self.worker_id = WorkerId(worker_id)
         self.role = role
         self.script = script
@@ -127,7 +130,7 @@ class ScriptedWorker:
         app.router.add_get("/status", self._status)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        self._link_server = LegLinkServer(self._open_leg, self._runner.server)
+        self._link_server = LegLinkServer(self._open_leg, self._runner.server, self._word)
         self._server = await asyncio.get_running_loop().create_server(
             self._link_server, "127.0.0.1", 0
         )
@@ -190,6 +193,12 @@ class ScriptedWorker:
     async def _status(self, request: web.Request) -> web.Response:
         self.num_asked += 1
         await self._thawed.wait()
+        return web.Response(body=encode_json(self._status_now()))
+
+    def _word(self) -> WorkerStatus | None:
+        return self._status_now() if self.talks and self._thawed.is_set() else None
+
+    def _status_now(self) -> WorkerStatus:
         status = WorkerStatus(
             record=self.record,
             num_blocks=64,
@@ -199,8 +208,7 @@ class ScriptedWorker:
             num_transferring=0,
             num_steps=7,
         )
-        status = msgspec.structs.replace(status, **self.says)
-        return web.Response(body=encode_json(status))
+        return msgspec.structs.replace(status, **self.says)
 
 
 def make_record(

@@ -1,21 +1,8 @@
 import pytest
+from hand_clock import HandClock
 
 from neuron_di.clock import use_clock
 from neuron_di_proxy.breaker import FAILURES_MAX, OPEN_S, WINDOW_S, Breaker
-
-
-class HandClock:
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic_s(self):
-        return self.now
-
-    def unix_s(self):
-        return self.now
-
-    def sleep_s(self, duration_s):
-        self.now += duration_s
 
 
 @pytest.fixture
@@ -26,7 +13,7 @@ def clock():
 
 def fail(breaker, clock, times, every_s=1.0):
     for _ in range(times):
-        clock.now += every_s
+        clock.now_s += every_s
         breaker.fail()
 
 
@@ -60,9 +47,9 @@ def test_failures_at_the_same_moment_are_one(clock):
 
 
 def test_one_at_a_time_is_tried_when_it_was_open_for_long_enough(clock, opened):
-    clock.now += OPEN_S - 0.1
+    clock.now_s += OPEN_S - 0.1
     assert not opened.admits()
-    clock.now += 0.1
+    clock.now_s += 0.1
     assert (opened.state(), opened.admits()) == ("half_open", True)
     with opened.request():
         assert not opened.admits()
@@ -70,7 +57,7 @@ def test_one_at_a_time_is_tried_when_it_was_open_for_long_enough(clock, opened):
 
 
 def test_a_trial_ends_with_its_first_good_event(clock, opened):
-    clock.now += OPEN_S
+    clock.now_s += OPEN_S
     with opened.request() as first_succeeds:
         assert not opened.admits()
         first_succeeds()
@@ -81,12 +68,12 @@ def test_a_trial_ends_with_its_first_good_event(clock, opened):
             second_succeeds()
             assert opened.state() == "closed"
     fail(opened, clock, FAILURES_MAX)
-    clock.now += OPEN_S
+    clock.now_s += OPEN_S
     assert opened.admits()  # nothing counts as a trial any more
 
 
 def test_two_successes_close_it(clock, opened):
-    clock.now += OPEN_S
+    clock.now_s += OPEN_S
     opened.succeed()
     assert opened.state() == "half_open"
     opened.succeed()
@@ -96,11 +83,11 @@ def test_two_successes_close_it(clock, opened):
 
 
 def test_a_failed_trial_opens_it_again(clock, opened):
-    clock.now += OPEN_S
+    clock.now_s += OPEN_S
     opened.succeed()
     opened.fail()
     assert opened.state() == "open"
-    clock.now += OPEN_S
+    clock.now_s += OPEN_S
     opened.succeed()
     assert opened.state() == "half_open"  # the success before the failure does not count
 
@@ -111,6 +98,6 @@ def test_requests_from_before_it_opened_are_no_trials(clock):
         fail(breaker, clock, FAILURES_MAX)
         succeed()
         assert breaker.state() == "open"
-        clock.now += OPEN_S
+        clock.now_s += OPEN_S
         assert breaker.admits()
     assert breaker.admits()

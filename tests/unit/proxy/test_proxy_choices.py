@@ -12,6 +12,7 @@ from neuron_di.wire import Finished
 from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer
 from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.choices import Choice, choice_id, run_choices
+from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.openai_request import read_completion
 from neuron_di_proxy.openai_response import answer_to
@@ -59,7 +60,7 @@ class Run:
         self.said = [asyncio.Queue() for _ in range(num_choices)]
         self.closed = []  # the choices that ended, in that order
         self.ends = {}  # what was counted, by request id
-        self.gaps = []
+        self.gaps = Histogram([1.0])
         self.reply = WrittenReply()
         ids = [choice_id(RequestId("r"), index) for index in range(num_choices)]
         self.records = [RequestRecord(request_id=each, model="tiny") for each in ids]
@@ -67,7 +68,7 @@ class Run:
         answer = answer_to(wanted, RequestId("r"), ModelTraits())
         sink = kind(answer, self.records, self.reply, lambda: HEADERS)
         self.choices = [
-            Choice(index, wanted.choice(index), record, sink, self._end, self.gaps.append)
+            Choice(index, wanted.choice(index), record, sink, self._end, self.gaps)
             for index, record in enumerate(self.records)
         ]
 
@@ -75,7 +76,7 @@ class Run:
         self.task = asyncio.create_task(run_choices(self.choices, self))
         return self.task
 
-    async def run(self, request, record, emit):
+    async def run(self, request, record, emit, make_lane):
         """As the proxy's runner does."""
         assert isinstance(request, ChoiceRequest)
         index = self.records.index(record)
@@ -156,7 +157,7 @@ async def test_a_stream_has_one_end_for_every_choice_and_one_for_all():
     assert (counts["prompt_tokens"], counts["completion_tokens"]) == (5, 3)
     assert counts["total_tokens"] == 8
     assert done == "[DONE]"
-    assert len(run.gaps) == 1, "between the two tokens of choice 0"
+    assert run.gaps.count() == 1, "between the two tokens of choice 0"
 
 
 async def test_a_whole_answer_has_its_choices_by_index():

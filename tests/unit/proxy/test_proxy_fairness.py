@@ -5,14 +5,14 @@ import random
 from collections import Counter
 
 import pytest
+from admission_kit import admission_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_cluster import virtual
 
 from neuron_di.clock import Deadline
-from neuron_di.config import LimitOptions
 from neuron_di.errors import CapacityError
-from neuron_di_proxy.admission import BODY_LATE_S, Admission
+from neuron_di_proxy.admission import BODY_LATE_S
 from neuron_di_proxy.fair_queue import FairQueue
 from neuron_di_proxy.tenant import Tenant
 
@@ -145,7 +145,7 @@ async def waiting(admission, tenant, order, num_places=1, cost=None):
 @pytest.mark.parametrize("places", [1, 4])
 async def test_one_tenants_flood_does_not_delay_anothers_request(places):
     """Not by more than one request per running tenant, whatever the flood has waiting."""
-    admission = Admission(LimitOptions(requests_max=places, queue_max=500), lambda: 1)
+    admission = admission_of(places, queue=500)
     flood, quiet = Tenant(name="flood"), Tenant(name="quiet")
     order = []
     floods = [asyncio.create_task(waiting(admission, flood, order)) for _ in range(300)]
@@ -163,7 +163,7 @@ async def test_one_tenants_flood_does_not_delay_anothers_request(places):
 
 @virtual
 async def test_who_fills_the_queue_makes_room_for_who_does_not():
-    admission = Admission(LimitOptions(requests_max=1, queue_max=10), lambda: 1)
+    admission = admission_of(1, queue=10)
     flood, quiet = Tenant(name="flood"), Tenant(name="quiet")
     order = []
     floods = [asyncio.create_task(waiting(admission, flood, order)) for _ in range(40)]
@@ -184,7 +184,7 @@ async def test_who_fills_the_queue_makes_room_for_who_does_not():
 
 @virtual
 async def test_a_slow_body_can_be_pushed_out_too():
-    admission = Admission(LimitOptions(requests_max=1, queue_max=2), lambda: 1)
+    admission = admission_of(1, queue=2)
     slow = [admission.arrive(Tenant(name="slow")) for _ in range(3)]
     quick = admission.arrive(Tenant(name="quick"))
     assert [ticket.state for ticket in slow] == ["arrived", "arrived", "pushed out"]
@@ -199,7 +199,7 @@ async def test_a_slow_body_can_be_pushed_out_too():
 
 @virtual
 async def test_tenants_share_tokens_and_not_answers():
-    admission = Admission(LimitOptions(requests_max=1, queue_max=500), lambda: 1)
+    admission = admission_of(1, queue=500)
     order = []
     tasks = [
         asyncio.create_task(waiting(admission, Tenant(name=name), order, cost=cost))
@@ -215,7 +215,7 @@ async def test_tenants_share_tokens_and_not_answers():
 
 @virtual
 async def test_heads_without_bodies_keep_nobody_out():
-    admission = Admission(LimitOptions(requests_max=2, queue_max=1), lambda: 1)
+    admission = admission_of(2, queue=1)
     tenant = Tenant(name="everybody")
     slow = [admission.arrive(tenant) for _ in range(3)]
     with pytest.raises(CapacityError):
@@ -236,7 +236,7 @@ async def test_heads_without_bodies_keep_nobody_out():
 
 @virtual
 async def test_tenants_share_by_their_weights():
-    admission = Admission(LimitOptions(requests_max=1, queue_max=500), lambda: 1)
+    admission = admission_of(1, queue=500)
     small, large = Tenant(name="small"), Tenant(name="large", weight=3.0)
     order = []
     tasks = [
@@ -253,7 +253,7 @@ async def test_tenants_share_by_their_weights():
 
 @virtual
 async def test_an_answer_of_many_choices_costs_as_many():
-    admission = Admission(LimitOptions(requests_max=4, queue_max=500), lambda: 1)
+    admission = admission_of(4, queue=500)
     order = []
     tasks = [
         asyncio.create_task(waiting(admission, Tenant(name=name), order, num_places))

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from hand_clock import HandClock
 
 from neuron_di.clock import use_clock
 from neuron_di.errors import ConfigError, Forbidden, Unauthorized
@@ -36,25 +37,9 @@ PATHS = (
 )
 
 
-class HandClock:
-    """Moves when told to."""
-
-    def __init__(self):
-        self.now_s = 1000.0
-
-    def monotonic_s(self):
-        return self.now_s
-
-    def unix_s(self):
-        return 1_800_000_000.0 + self.now_s
-
-    def sleep_s(self, duration_s):
-        raise AssertionError("nothing here sleeps")
-
-
 @pytest.fixture
 def clock():
-    with use_clock(clock := HandClock()):
+    with use_clock(clock := HandClock(1000.0, may_sleep=False)):
         yield clock
 
 

@@ -157,7 +157,7 @@ async def test_a_worker_that_only_says_that_it_lives(worker):
     async with WorkerClient(LimitOptions(idle_timeout_s=0.2)) as client:
         _, ear, seen = await open_leg(client, worker)
         link = client._links[next(iter(client._links))]
-        for _ in range(12):  # looks, of which four in silence would be too many
+        for _ in range(12):  # looks, of which seven in silence would be too many
             link._watch()
             await seen.keep_alive()
             while link._num_silent:  # noqa: ASYNC110 - until it has arrived

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from metric_samples import parse, samples
 from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import make_record, token
 
@@ -15,22 +15,6 @@ from neuron_di_proxy.receipts import AttemptReceipt, Receipt
 from neuron_di_proxy.self_test import PairResult
 
 FIELDS = {"model": "tiny", "prompt": "hi"}
-
-
-async def samples(proxy):
-    """Every sample's value by name and labels."""
-    async with proxy.http.get("/metrics") as response:
-        assert response.status == 200
-        assert response.content_type == "text/plain"
-        return parse(await response.text())
-
-
-def parse(text):
-    return {
-        (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 async def test_an_answer_is_counted(playing):

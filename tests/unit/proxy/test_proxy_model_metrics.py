@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from metric_samples import parse, samples
 from running_proxy import RunningProxy, until
 from scripted_worker import make_record, play_decode, play_prefill, receipt, token
 
@@ -17,19 +17,6 @@ from neuron_di_proxy.metrics import LINKS_MAX, MODELS_MAX, Metrics
 from neuron_di_proxy.receipts import AttemptReceipt, Receipt
 
 FIELDS = {"model": "tiny", "prompt": "hi"}
-
-
-async def samples(proxy):
-    async with proxy.http.get("/metrics") as response:
-        return parse(await response.text())
-
-
-def parse(text):
-    return {
-        (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 class Models:
@@ -196,7 +183,7 @@ async def test_tokens_are_counted_while_they_come(cluster):
 def test_no_token_is_counted_twice_or_forgotten(attempts, num_gaps, num_generated):
     metrics = Metrics(Models("tiny"))
     for _ in range(num_gaps):
-        metrics.of("tiny").count_gap(0.01)
+        metrics.of("tiny").gaps.observe(0.01)
     metrics.count(ended(*attempts, num_generated=num_generated), None)
     seen = parse(metrics.text().decode())
     assert seen["vllm:generation_tokens_total", "tiny"] == num_generated

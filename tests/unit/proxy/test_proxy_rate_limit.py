@@ -1,6 +1,7 @@
 """What a tenant may take per minute, and what it is told when it took it."""
 
 import pytest
+from hand_clock import HandClock
 
 from neuron_di.clock import use_clock
 from neuron_di.config import LimitOptions
@@ -11,23 +12,9 @@ from neuron_di_proxy.retry_after import WAIT_S_MAX, WAIT_S_MIN, WAIT_S_UNKNOWN, 
 from neuron_di_proxy.tenant import EVERYBODY, Tenant
 
 
-class HandClock:
-    def __init__(self):
-        self.now_s = 50.0
-
-    def monotonic_s(self):
-        return self.now_s
-
-    def unix_s(self):
-        return self.now_s
-
-    def sleep_s(self, duration_s):
-        raise AssertionError("nothing here sleeps")
-
-
 @pytest.fixture
 def clock():
-    with use_clock(clock := HandClock()):
+    with use_clock(clock := HandClock(50.0, may_sleep=False)):
         yield clock
 
 

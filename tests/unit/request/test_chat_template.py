@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 
 from neuron_di.errors import BadRequest, TooLarge
 from neuron_di.request import ChatTemplate, Tokenizer
-from neuron_di.request.chat_messages import MESSAGES_MAX
+from neuron_di.request.chat_messages import KEY_CHARS_MAX, MESSAGES_MAX
 from neuron_di.request.chat_template import RENDERED_CHARS_MAX
 
 CHATS = [
@@ -70,6 +70,31 @@ def test_text_parts_are_joined():
     template = ChatTemplate("{{ messages[0].content }}", {})
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert template.render([{"role": "user", "content": parts}]) == "one\ntwo"
+
+
+def test_what_a_part_says_of_caches_changes_nothing():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    hints = ({"cache_control": {"type": "ephemeral"}}, {"cache_control": None})
+    parts = [{"type": "text", "text": "one", **hint} for hint in hints]
+    assert template.render([{"role": "user", "content": parts}]) == "one\none"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+@pytest.mark.parametrize("value", [1, None, [], {}])
+def test_a_key_of_a_part_that_is_not_known_is_refused_by_name(role, value):
+    plain = {"type": "text", "text": "x"}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": role, "content": [plain, plain | {"foo": value}]},
+    ]
+    with pytest.raises(BadRequest) as caught:
+        ChatTemplate(CHAT_TEMPLATE, {"eos_token": "x"}).render(messages)
+    assert caught.value.param == "messages[1].content[1].foo"
+    assert caught.value.message == "messages[1].content[1].foo is not a known key"
+    messages[1]["content"][1] = plain | {"y" * 1000: value}
+    with pytest.raises(BadRequest) as caught:
+        ChatTemplate(CHAT_TEMPLATE, {"eos_token": "x"}).render(messages)
+    assert caught.value.param == "messages[1].content[1]." + "y" * KEY_CHARS_MAX
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import sys
 import termios
 
 import pytest
+from hand_clock import HandClock
 from msgspec import structs
 from proxy_double import ProxyDouble, metrics, report, worker
 from rich.console import Console
@@ -28,22 +29,6 @@ from neuron_di_proxy.histogram import Histogram
 HOME = "\x1b[H"  # how a frame begins
 STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SIZES = ("COLUMNS", "LINES")
-
-
-class HandClock:
-    """Goes when it is told to, and whenever somebody sleeps."""
-
-    def __init__(self):
-        self.now_s = 100.0
-
-    def monotonic_s(self):
-        return self.now_s
-
-    def unix_s(self):
-        return self.now_s
-
-    def sleep_s(self, duration_s):
-        self.now_s += duration_s
 
 
 @pytest.fixture

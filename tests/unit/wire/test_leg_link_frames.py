@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_di.errors import RemoteProtocolError
-from neuron_di.wire import Token
+from neuron_di.types import Incarnation, WorkerId
+from neuron_di.wire import Token, WorkerRecord, WorkerStatus
 from neuron_di.wire.leg_link import (
     FROM_PROXY_BYTES_MAX,
     CloseLeg,
@@ -18,6 +19,35 @@ from neuron_di.wire.leg_link import (
     told_decoder,
 )
 
+RECORD = WorkerRecord(
+    protocol_version=1,
+    worker_id=WorkerId("p"),
+    incarnation=Incarnation("i"),
+    role="prefill",
+    state="draining",
+    pid=1,
+    model="m",
+    model_digest="d",
+    layout_digest="l",
+    context_tokens=100,
+    host="::1",
+    api_port=8001,
+    signal_host="::1",
+    signal_port=5000,
+    started_unix_s=1.5,
+    connections=["d1"],
+    reasoning=("<think>", "</think>"),
+)
+STATUS = WorkerStatus(
+    record=RECORD,
+    num_blocks=4,
+    num_blocks_free=3,
+    num_waiting=0,
+    num_running=1,
+    num_transferring=2,
+    num_steps=1 << 40,
+    has_failed=True,
+)
 MESSAGES = [OpenLeg(7, "decode", b"\0{}\xff"), CloseLeg(1 << 40), ProxyAlive()]
 
 
@@ -31,6 +61,23 @@ def test_what_legs_say_comes_back():
     told = Told([(1, 0, 5, "é"), (2, 7, 9, "")], [(1, Token(index=1, token_id=3, text="x"))])
     (payload,) = FrameReader(1000).feed(bytes(encode_frame(told)))
     assert told_decoder.decode(payload) == told
+
+
+def test_how_a_worker_is_comes_back():
+    told = Told([], [], STATUS)
+    (payload,) = FrameReader(10_000).feed(bytes(encode_frame(told)))
+    assert told_decoder.decode(payload) == told
+    assert len(encode_frame(Told([], []))) == 4 + 4  # nothing of it: one byte
+
+
+def test_a_frame_of_a_worker_that_never_says_how_it_is():
+    assert told_decoder.decode(b"\x92\x90\x90") == Told([], [])
+
+
+def test_a_status_that_is_none_is_refused():
+    for raw in (b"\x93\x90\x90\x01", b"\x93\x90\x90\x80"):
+        with pytest.raises(RemoteProtocolError):
+            told_decoder.decode(raw)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.lists(st.integers(0, 400)))

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
+from neuron_di.types import Incarnation, WorkerId
+from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
 from neuron_di.wire.leg_link import (
     FROM_WORKER_BYTES_MAX,
     MAGIC,
@@ -13,7 +15,7 @@ from neuron_di.wire.leg_link import (
     encode_frame,
     told_decoder,
 )
-from neuron_di.worker.leg_link_server import LegLinkServer, OpenHere, Say
+from neuron_di.worker.leg_link_server import LegLinkServer, OpenHere, Say, Status
 
 WAIT_S = 10.0
 
@@ -80,10 +82,11 @@ class LinkServer:
         *,
         open_here: OpenHere | None = None,
         make_http: Callable[[], asyncio.BaseProtocol] = asyncio.Protocol,
+        status: Status = lambda: None,
     ) -> None:
         self.legs: list[OpenedLeg] = []
         self._opened = asyncio.Event()
-        self.server = LegLinkServer(open_here or self._open, make_http)
+        self.server = LegLinkServer(open_here or self._open, make_http, status)
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -107,3 +110,40 @@ class LinkServer:
         self.legs.append(leg)
         self._opened.set()
         return leg.ended.set
+
+
+def make_status(**changes: object) -> WorkerStatus:
+    """What some worker says of itself."""
+    record = WorkerRecord(
+        protocol_version=PROTOCOL_VERSION,
+        worker_id=WorkerId("w"),
+        incarnation=Incarnation("i"),
+        role="both",
+        state="ready",
+        pid=1,
+        model="m",
+        model_digest="d",
+        layout_digest="l",
+        context_tokens=64,
+        host="127.0.0.1",
+        api_port=1,
+        signal_host="127.0.0.1",
+        signal_port=0,
+        started_unix_s=1.0,
+    )
+    counts: dict[str, object] = {
+        "num_blocks": 4,
+        "num_blocks_free": 3,
+        "num_waiting": 0,
+        "num_running": 0,
+        "num_transferring": 0,
+        "num_steps": 0,
+    }
+    return WorkerStatus(record=record, **(counts | changes))  # type: ignore[arg-type]
+
+
+async def next_status(link: RawLink) -> WorkerStatus:
+    """What the next frame that says how the worker is says."""
+    while (told := await link.next_frame()).status is None:
+        assert (told.tokens, told.events) == ([], [])
+    return told.status

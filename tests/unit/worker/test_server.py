@@ -5,7 +5,7 @@ import socket
 
 import aiohttp
 import pytest
-from link_kit import WAIT_S, LinkServer, RawLink
+from link_kit import WAIT_S, LinkServer, RawLink, next_status
 from worker_kit import PROMPT, is_at_rest, prefill_leg, until
 
 from neuron_di.errors import ConfigError, KvMissing
@@ -20,6 +20,7 @@ from neuron_di.wire import (
     status_decoder,
 )
 from neuron_di.wire.leg_link import CloseLeg, OpenLeg
+from neuron_di.worker import leg_link_server
 from neuron_di.worker.server import LegAnswers, listening
 
 RECEIPT = LegReceipt(worker_id=WorkerId("w"), role="both", pid=1)
@@ -113,6 +114,35 @@ async def test_a_worker_serves_legs_and_http_at_one_port(workers):
             link.send(OpenLeg(1, "whole", encode_json(prefill_leg("t"))))
             _, (failed,) = await events_of(link, 1)
             assert (failed.code, failed.message) == ("over_capacity", "this worker is draining")
+
+
+async def test_a_link_is_told_at_once_that_the_engine_has_failed(workers, monkeypatch):
+    def fail():
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(leg_link_server, "ALIVE_INTERVAL_S", 1000.0)  # not by the next look
+    worker = workers.start("both")
+    async with listening(worker, "127.0.0.1", 0) as port, RawLink(port) as link:
+        first = await next_status(link)
+        assert (first.record, first.has_failed) == (worker.record(), False)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker._scheduler, "schedule", fail)
+            link.send(OpenLeg(0, "whole", encode_json(prefill_leg("r", max_tokens=5))))
+            while (status := (await link.next_frame()).status) is None:
+                pass  # what its legs hear, before or after
+            assert status.has_failed
+    worker._scheduler._waiting._requests.clear()  # what the engine no longer touches
+
+
+async def test_a_link_is_told_at_once_that_the_worker_drains(workers, monkeypatch):
+    monkeypatch.setattr(leg_link_server, "ALIVE_INTERVAL_S", 1000.0)  # not by the next look
+    worker = workers.start("both")
+    async with listening(worker, "127.0.0.1", 0) as port, RawLink(port) as link:
+        worker.set_state("ready")
+        while (await next_status(link)).record.state != "ready":
+            pass
+        assert await worker.drain(0.0)
+        assert (await next_status(link)).record.state == "draining"
 
 
 async def test_a_request_in_pieces_is_http(workers):

@@ -1,0 +1,813 @@
+/* Takes a token that is nothing but its text from a worker's frame to its client's socket without
+ * running Python; token_lane.py says when it is used.
+ *
+ * Promise: no byte reaches a socket that is not this client's. A socket's number is kept in one
+ * place, `Outlet.fd`, and used in one place, `outlet_send`, which looks at it right before the
+ * system call. `Outlet.close()` sets it to -1, and nothing ever sets it again. The connection
+ * calls close() when it is lost, which is before its transport gives the number back.
+ *
+ * Promise: bytes keep their order. While bytes of this client may wait in its transport
+ * (`is_blocked`), all that follow go there, too.
+ *
+ * Every call that may run Python is marked so: after it, lanes and outlets may be closed. The GIL
+ * is held all the time; MSG_DONTWAIT means that nothing waits meanwhile.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0 /* Python ignores SIGPIPE anyway */
+#endif
+
+_Static_assert(sizeof(size_t) == 8, "a text's escaped size is added up without a check");
+
+/* Attributes' names. Strings made anew at each use would fill Python's cache of attributes. */
+static PyObject *name_write, *name_get_write_buffer_size, *name_last_token_s;
+static PyObject *name_bounds, *name_counts, *name_sums;
+
+/* Outlet: a connection's way out. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *transport; /* NULL: closed */
+    int fd;              /* -1: never written directly; so it is when closed */
+    char has_written;
+    char is_blocked; /* bytes may wait in the transport */
+} Outlet;
+
+static void outlet_forget(Outlet *self)
+{
+    self->fd = -1;
+    Py_CLEAR(self->transport);
+}
+
+/* Whether the next bytes may go to the socket directly. -1: an exception. May run Python. */
+static int outlet_is_free(Outlet *self)
+{
+    if (self->fd < 0)
+        return 0;
+    if (!self->is_blocked)
+        return 1;
+    PyObject *transport = Py_NewRef(self->transport); /* there: fd is -1 where it is not */
+    PyObject *size = PyObject_CallMethodNoArgs(transport, name_get_write_buffer_size);
+    Py_DECREF(transport);
+    if (size == NULL)
+        return -1;
+    Py_ssize_t num_waiting = PyLong_AsSsize_t(size);
+    Py_DECREF(size);
+    if (num_waiting == -1 && PyErr_Occurred())
+        return -1;
+    if (num_waiting == 0)
+        self->is_blocked = 0;
+    return num_waiting == 0 && self->fd >= 0;
+}
+
+/* Sends what the socket takes at once, and says how many bytes that were. Whatever error there
+ * is, the transport finds it, too: it is given what was not sent. Runs no Python. */
+static Py_ssize_t outlet_send(const Outlet *self, const char *data, Py_ssize_t size)
+{
+    ssize_t num_sent;
+    if (self->fd < 0)
+        return 0;
+    do
+        num_sent = send(self->fd, data, (size_t)size, MSG_DONTWAIT | MSG_NOSIGNAL);
+    while (num_sent < 0 && errno == EINTR);
+    return num_sent < 0 ? 0 : (Py_ssize_t)num_sent;
+}
+
+/* Gives bytes to the transport; drops them when closed. May run Python. */
+static int outlet_hand_over(Outlet *self, PyObject *bytes)
+{
+    if (self->transport == NULL)
+        return 0;
+    self->has_written = 1;
+    self->is_blocked = 1; /* before the call: what is written inside it follows these bytes */
+    PyObject *transport = Py_NewRef(self->transport);
+    PyObject *done = PyObject_CallMethodOneArg(transport, name_write, bytes);
+    Py_DECREF(transport);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Writes directly, to an outlet that was just found free. What the socket does not take goes to
+ * the transport. May run Python. */
+static int outlet_write_directly(Outlet *self, const char *data, Py_ssize_t size)
+{
+    self->has_written = 1;
+    Py_ssize_t num_sent = outlet_send(self, data, size);
+    if (num_sent == size)
+        return 0;
+    PyObject *rest = PyBytes_FromStringAndSize(data + num_sent, size - num_sent);
+    if (rest == NULL)
+        return -1;
+    int rc = outlet_hand_over(self, rest);
+    Py_DECREF(rest);
+    return rc;
+}
+
+static PyObject *outlet_write(Outlet *self, PyObject *data)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    int rc = 0;
+    if (view.len > 0 && self->transport != NULL) {
+        rc = outlet_is_free(self);
+        if (rc > 0) {
+            rc = outlet_write_directly(self, view.buf, view.len);
+        } else if (rc == 0) {
+            /* A copy of what the caller may change later. */
+            PyObject *bytes = PyBytes_CheckExact(data)
+                                  ? Py_NewRef(data)
+                                  : PyBytes_FromStringAndSize(view.buf, view.len);
+            rc = bytes == NULL ? -1 : outlet_hand_over(self, bytes);
+            Py_XDECREF(bytes);
+        }
+    }
+    PyBuffer_Release(&view);
+    if (rc < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *outlet_block(Outlet *self, PyObject *Py_UNUSED(none))
+{
+    self->is_blocked = 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *outlet_close(Outlet *self, PyObject *Py_UNUSED(none))
+{
+    outlet_forget(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *outlet_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"fd", "transport", NULL};
+    int fd;
+    PyObject *transport;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO:Outlet", names, &fd, &transport))
+        return NULL;
+    Outlet *self = (Outlet *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->transport = Py_NewRef(transport);
+    self->fd = fd < 0 ? -1 : fd;
+    return (PyObject *)self;
+}
+
+static int outlet_traverse(Outlet *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->transport);
+    return 0;
+}
+
+static int outlet_clear(Outlet *self)
+{
+    outlet_forget(self);
+    return 0;
+}
+
+static void outlet_dealloc(Outlet *self)
+{
+    PyObject_GC_UnTrack(self);
+    outlet_forget(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef outlet_methods[] = {
+    {"write", (PyCFunction)outlet_write, METH_O, "Write bytes: directly, or behind what waits."},
+    {"block", (PyCFunction)outlet_block, METH_NOARGS,
+     "Others write to the transport: look at its buffer before the next direct write."},
+    {"close", (PyCFunction)outlet_close, METH_NOARGS,
+     "The connection is lost: what is written from now on is dropped."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef outlet_members[] = {
+    {"has_written", T_BOOL, offsetof(Outlet, has_written), 0, "set by every write"},
+    {"fd", T_INT, offsetof(Outlet, fd), READONLY, "-1: never written directly, or closed"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject OutletType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "neuron_di_proxy._token_lane.Outlet",
+    .tp_doc = "A connection's way out: to its socket directly while nothing waits before it.",
+    .tp_basicsize = sizeof(Outlet),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = outlet_new,
+    .tp_dealloc = (destructor)outlet_dealloc,
+    .tp_traverse = (traverseproc)outlet_traverse,
+    .tp_clear = (inquiry)outlet_clear,
+    .tp_methods = outlet_methods,
+    .tp_members = outlet_members,
+};
+
+/* Lane: the way of one leg's tokens to an outlet. */
+
+typedef struct {
+    PyObject_HEAD
+    bool is_open; /* all the pointers are there while it is; afterwards none is */
+    long long due;
+    long long num_taken;
+    double last_s;
+    Outlet *outlet;
+    PyObject *write;           /* takes an event that cannot be sent directly */
+    PyObject *before, *behind; /* bytes: an event's, around a text */
+    PyObject *record, *ids;
+    Py_buffer bounds, counts, sums; /* of the histogram of gaps */
+} Lane;
+
+/* A token, as it lies in its frame. */
+typedef struct {
+    uint64_t number, index, id;
+    const unsigned char *text;
+    size_t text_size;
+} Token;
+
+static void lane_forget(Lane *self)
+{
+    self->is_open = false;
+    Py_CLEAR(self->outlet);
+    Py_CLEAR(self->write);
+    Py_CLEAR(self->before);
+    Py_CLEAR(self->behind);
+    Py_CLEAR(self->record);
+    Py_CLEAR(self->ids);
+    PyBuffer_Release(&self->bounds);
+    PyBuffer_Release(&self->counts);
+    PyBuffer_Release(&self->sums);
+}
+
+/* Counts as Histogram.observe does. */
+static void lane_count_gap(Lane *self, double gap_s)
+{
+    const double *bounds = self->bounds.buf;
+    Py_ssize_t low = 0, high = self->bounds.shape[0];
+    while (low < high) { /* bisect_left */
+        Py_ssize_t middle = (low + high) / 2;
+        if (bounds[middle] < gap_s)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    ((int64_t *)self->counts.buf)[low] += 1;
+    *(double *)self->sums.buf += gap_s;
+}
+
+/* Writes a text as msgspec's JSON does, without the quotes: at most six bytes for each of it. */
+static char *put_escaped(char *out, const unsigned char *text, size_t size)
+{
+    static const char digits[] = "0123456789abcdef";
+    for (size_t i = 0; i < size; i++) {
+        unsigned char byte = text[i];
+        if (byte >= 0x20 && byte != '"' && byte != '\\') {
+            *out++ = (char)byte;
+            continue;
+        }
+        *out++ = '\\';
+        switch (byte) {
+        case '"':
+        case '\\':
+            *out++ = (char)byte;
+            break;
+        case '\b':
+            *out++ = 'b';
+            break;
+        case '\f':
+            *out++ = 'f';
+            break;
+        case '\n':
+            *out++ = 'n';
+            break;
+        case '\r':
+            *out++ = 'r';
+            break;
+        case '\t':
+            *out++ = 't';
+            break;
+        default:
+            memcpy(out, "u00", 3);
+            out[3] = digits[byte >> 4];
+            out[4] = digits[byte & 15];
+            out += 5;
+        }
+    }
+    return out;
+}
+
+static char *put_bytes(char *out, PyObject *bytes)
+{
+    size_t size = (size_t)PyBytes_GET_SIZE(bytes);
+    memcpy(out, PyBytes_AS_STRING(bytes), size);
+    return out + size;
+}
+
+enum { CHUNK_HEAD_MAX = 16 + 2, CHUNK_TAIL = 2, SMALL_CHUNK = 4096 };
+
+/* Writes a chunk's head to end where its data begins. Returns where the head begins. */
+static char *put_chunk_head(char *data, size_t size)
+{
+    char *at = data;
+    *--at = '\n';
+    *--at = '\r';
+    do {
+        *--at = "0123456789abcdef"[size & 15];
+        size >>= 4;
+    } while (size > 0);
+    return at;
+}
+
+/* Gives an event to the client. There is room around it for a chunk's head and tail. May run
+ * Python. */
+static int lane_give(Lane *self, char *event, size_t size)
+{
+    Outlet *outlet = (Outlet *)Py_NewRef(self->outlet);
+    int rc = outlet_is_free(outlet);
+    if (rc >= 0 && !self->is_open) {
+        rc = 0; /* closed meanwhile: its client wants no more */
+    } else if (rc > 0) {
+        char *chunk = put_chunk_head(event, size);
+        memcpy(event + size, "\r\n", CHUNK_TAIL);
+        rc = outlet_write_directly(outlet, chunk, event + size + CHUNK_TAIL - chunk);
+    } else if (rc == 0 && outlet->transport != NULL) {
+        PyObject *write = Py_NewRef(self->write), *done = NULL;
+        PyObject *bytes = PyBytes_FromStringAndSize(event, (Py_ssize_t)size);
+        if (bytes != NULL)
+            done = PyObject_CallOneArg(write, bytes);
+        rc = done == NULL ? -1 : 0;
+        Py_XDECREF(done);
+        Py_XDECREF(bytes);
+        Py_DECREF(write);
+    }
+    Py_DECREF(outlet);
+    return rc;
+}
+
+/* Makes a text's event and gives it to the client. May run Python, when the event is made. */
+static int lane_write(Lane *self, const Token *token)
+{
+    char small[SMALL_CHUNK], *room = small;
+    size_t needed = CHUNK_HEAD_MAX + (size_t)PyBytes_GET_SIZE(self->before) +
+                    6 * token->text_size + 2 + (size_t)PyBytes_GET_SIZE(self->behind) +
+                    CHUNK_TAIL;
+    if (needed > sizeof small && (room = PyMem_Malloc(needed)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    char *event = room + CHUNK_HEAD_MAX;
+    char *end = put_bytes(event, self->before);
+    *end++ = '"';
+    end = put_escaped(end, token->text, token->text_size);
+    *end++ = '"';
+    end = put_bytes(end, self->behind);
+    int rc = lane_give(self, event, (size_t)(end - event));
+    if (room != small)
+        PyMem_Free(room);
+    return rc;
+}
+
+/* Takes a token that is this lane's next. May run Python. */
+static int lane_take_token(Lane *self, const Token *token, PyObject *now)
+{
+    double now_s = PyFloat_AS_DOUBLE(now);
+    PyObject *id = PyLong_FromUnsignedLongLong(token->id);
+    if (id == NULL)
+        return -1;
+    int rc = PyList_Append(self->ids, id);
+    Py_DECREF(id);
+    if (rc < 0)
+        return -1;
+    self->due++;
+    self->num_taken++;
+    if (self->last_s > 0)
+        lane_count_gap(self, now_s - self->last_s);
+    self->last_s = now_s;
+    PyObject *record = Py_NewRef(self->record);
+    rc = PyObject_SetAttr(record, name_last_token_s, now);
+    Py_DECREF(record);
+    if (rc < 0 || token->text_size == 0 || !self->is_open)
+        return rc;
+    return lane_write(self, token);
+}
+
+static PyObject *lane_take(Lane *self, PyObject *Py_UNUSED(none))
+{
+    long long num_taken = self->num_taken;
+    self->num_taken = 0;
+    return PyLong_FromLongLong(num_taken);
+}
+
+static PyObject *lane_close(Lane *self, PyObject *Py_UNUSED(none))
+{
+    lane_forget(self);
+    Py_RETURN_NONE;
+}
+
+/* Opens one of the histogram's arrays, of eight-byte numbers. */
+static int open_numbers(PyObject *histogram, PyObject *name, char format, int flags,
+                        Py_buffer *view)
+{
+    PyObject *numbers = PyObject_GetAttr(histogram, name);
+    if (numbers == NULL)
+        return -1;
+    int rc = PyObject_GetBuffer(numbers, view, PyBUF_FORMAT | PyBUF_ND | flags);
+    Py_DECREF(numbers);
+    if (rc < 0)
+        return -1;
+    if (view->ndim != 1 || view->itemsize != 8 || view->format == NULL ||
+        view->format[0] != format || view->format[1] != '\0' || (uintptr_t)view->buf % 8 != 0) {
+        PyErr_Format(PyExc_TypeError, "%U must be an array of '%c'", name, format);
+        return -1;
+    }
+    return 0;
+}
+
+static int lane_open_gaps(Lane *self, PyObject *gaps)
+{
+    if (open_numbers(gaps, name_bounds, 'd', 0, &self->bounds) < 0 ||
+        open_numbers(gaps, name_counts, 'q', PyBUF_WRITABLE, &self->counts) < 0 ||
+        open_numbers(gaps, name_sums, 'd', PyBUF_WRITABLE, &self->sums) < 0)
+        return -1;
+    if (self->counts.shape[0] != self->bounds.shape[0] + 1 || self->sums.shape[0] != 1) {
+        PyErr_SetString(PyExc_ValueError, "a histogram has a count for each bound and one more");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"outlet", "write", "before", "behind", "due",
+                            "record", "ids",   "gaps",   "last_s", NULL};
+    PyObject *outlet, *write, *before, *behind, *record, *ids, *gaps;
+    long long due;
+    double last_s;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OSSLOO!Od:Lane", names, &OutletType,
+                                     &outlet, &write, &before, &behind, &due, &record,
+                                     &PyList_Type, &ids, &gaps, &last_s))
+        return NULL;
+    if (!PyCallable_Check(write)) {
+        PyErr_SetString(PyExc_TypeError, "write must be callable");
+        return NULL;
+    }
+    Lane *self = (Lane *)type->tp_alloc(type, 0); /* all zero: closed */
+    if (self == NULL)
+        return NULL;
+    self->due = due;
+    self->last_s = last_s;
+    self->outlet = (Outlet *)Py_NewRef(outlet);
+    self->write = Py_NewRef(write);
+    self->before = Py_NewRef(before);
+    self->behind = Py_NewRef(behind);
+    self->record = Py_NewRef(record);
+    self->ids = Py_NewRef(ids);
+    if (lane_open_gaps(self, gaps) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->is_open = true;
+    return (PyObject *)self;
+}
+
+static int lane_traverse(Lane *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->outlet);
+    Py_VISIT(self->write);
+    Py_VISIT(self->record);
+    Py_VISIT(self->ids);
+    Py_VISIT(self->bounds.obj);
+    Py_VISIT(self->counts.obj);
+    Py_VISIT(self->sums.obj);
+    return 0;
+}
+
+static int lane_clear(Lane *self)
+{
+    lane_forget(self);
+    return 0;
+}
+
+static void lane_dealloc(Lane *self)
+{
+    PyObject_GC_UnTrack(self);
+    lane_forget(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef lane_methods[] = {
+    {"take", (PyCFunction)lane_take, METH_NOARGS,
+     "How many tokens came through since it was last asked."},
+    {"close", (PyCFunction)lane_close, METH_NOARGS, "Take nothing any more."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef lane_members[] = {
+    {"due", T_LONGLONG, offsetof(Lane, due), 0, "index of the next token it takes"},
+    {"last_s", T_DOUBLE, offsetof(Lane, last_s), READONLY, "when the last token came through"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject LaneType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "neuron_di_proxy._token_lane.Lane",
+    .tp_doc = "The way of one leg's tokens to its client's outlet.",
+    .tp_basicsize = sizeof(Lane),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = lane_new,
+    .tp_dealloc = (destructor)lane_dealloc,
+    .tp_traverse = (traverseproc)lane_traverse,
+    .tp_clear = (inquiry)lane_clear,
+    .tp_methods = lane_methods,
+    .tp_members = lane_members,
+};
+
+/* A frame's msgpack. The readers return false at whatever they do not know: the caller then
+ * decodes the frame by msgspec, which knows it or says what is wrong. */
+
+typedef struct {
+    const unsigned char *at, *end;
+} Reader;
+
+static bool read_byte(Reader *reader, unsigned char *byte)
+{
+    if (reader->at == reader->end)
+        return false;
+    *byte = *reader->at++;
+    return true;
+}
+
+static bool read_big_endian(Reader *reader, size_t size, uint64_t *value)
+{
+    if ((size_t)(reader->end - reader->at) < size)
+        return false;
+    *value = 0;
+    while (size-- > 0)
+        *value = *value << 8 | *reader->at++;
+    return true;
+}
+
+static bool read_uint(Reader *reader, uint64_t *value)
+{
+    unsigned char tag;
+    if (!read_byte(reader, &tag))
+        return false;
+    if (tag < 0x80) { /* positive fixint */
+        *value = tag;
+        return true;
+    }
+    return tag >= 0xcc && tag <= 0xcf && /* uint8, 16, 32, 64 */
+           read_big_endian(reader, (size_t)1 << (tag - 0xcc), value);
+}
+
+static bool read_array_size(Reader *reader, uint64_t *size)
+{
+    unsigned char tag;
+    if (!read_byte(reader, &tag))
+        return false;
+    if ((tag & 0xf0) == 0x90) { /* fixarray */
+        *size = tag & 0x0f;
+        return true;
+    }
+    return (tag == 0xdc || tag == 0xdd) && /* array16, 32 */
+           read_big_endian(reader, tag == 0xdc ? 2 : 4, size);
+}
+
+static bool is_continuation(unsigned char byte) { return (byte & 0xc0) == 0x80; }
+
+/* As Python's strict decoder: nothing overlong, no surrogates, nothing above U+10FFFF. */
+static bool is_utf8(const unsigned char *at, size_t size)
+{
+    const unsigned char *end = at + size;
+    while (at < end) {
+        unsigned char lead = *at++;
+        if (lead < 0x80)
+            continue;
+        size_t num_left = (size_t)(end - at);
+        if (lead >= 0xc2 && lead <= 0xdf) {
+            if (num_left < 1 || !is_continuation(at[0]))
+                return false;
+            at += 1;
+        } else if (lead >= 0xe0 && lead <= 0xef) {
+            if (num_left < 2 || !is_continuation(at[0]) || !is_continuation(at[1]) ||
+                (lead == 0xe0 && at[0] < 0xa0) || (lead == 0xed && at[0] > 0x9f))
+                return false;
+            at += 2;
+        } else if (lead >= 0xf0 && lead <= 0xf4) {
+            if (num_left < 3 || !is_continuation(at[0]) || !is_continuation(at[1]) ||
+                !is_continuation(at[2]) || (lead == 0xf0 && at[0] < 0x90) ||
+                (lead == 0xf4 && at[0] > 0x8f))
+                return false;
+            at += 3;
+        } else {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool read_text(Reader *reader, Token *token)
+{
+    unsigned char tag;
+    uint64_t size;
+    if (!read_byte(reader, &tag))
+        return false;
+    if ((tag & 0xe0) == 0xa0) /* fixstr */
+        size = tag & 0x1f;
+    else if (tag < 0xd9 || tag > 0xdb || /* str8, 16, 32 */
+             !read_big_endian(reader, (size_t)1 << (tag - 0xd9), &size))
+        return false;
+    if (size > (uint64_t)(reader->end - reader->at) || !is_utf8(reader->at, size))
+        return false;
+    token->text = reader->at;
+    token->text_size = size;
+    reader->at += size;
+    return true;
+}
+
+static bool read_token(Reader *reader, Token *token)
+{
+    uint64_t num_fields;
+    return read_array_size(reader, &num_fields) && num_fields == 4 &&
+           read_uint(reader, &token->number) && read_uint(reader, &token->index) &&
+           read_uint(reader, &token->id) && read_text(reader, token);
+}
+
+/* Reads the frame up to its events. The tokens are to be freed. */
+static bool read_tokens(Reader *reader, Token **tokens, size_t *num_tokens)
+{
+    enum { TOKEN_BYTES_MIN = 5 };
+    uint64_t num_fields, num;
+    *tokens = NULL;
+    if (!read_array_size(reader, &num_fields) || num_fields < 2 || num_fields > 3 ||
+        !read_array_size(reader, &num) ||
+        num > (uint64_t)(reader->end - reader->at) / TOKEN_BYTES_MIN)
+        return false;
+    *num_tokens = num;
+    *tokens = PyMem_Malloc(num * sizeof(Token));
+    if (*tokens == NULL)
+        return false;
+    for (size_t i = 0; i < num; i++)
+        if (!read_token(reader, &(*tokens)[i]))
+            return false;
+    return reader->at < reader->end; /* there are events to follow */
+}
+
+/* The open lane that waits for just this token, a new reference. NULL without an exception: none;
+ * a lane that waits for another one is closed, so that nothing overtakes. */
+static Lane *lane_for(PyObject *lanes, const Token *token)
+{
+    PyObject *number = PyLong_FromUnsignedLongLong(token->number);
+    if (number == NULL)
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(lanes, number); /* borrowed */
+    Py_DECREF(number);
+    if (found == NULL)
+        return NULL;
+    if (!Py_IS_TYPE(found, &LaneType)) {
+        PyErr_SetString(PyExc_TypeError, "lanes must be a dict of Lanes");
+        return NULL;
+    }
+    Lane *lane = (Lane *)Py_NewRef(found);
+    if (lane->is_open && token->index < INT64_MAX && (long long)token->index == lane->due)
+        return lane;
+    lane_forget(lane);
+    Py_DECREF(lane);
+    return NULL;
+}
+
+static int append_token(PyObject *others, const Token *token)
+{
+    PyObject *item = Py_BuildValue("(KKKs#)", (unsigned long long)token->number,
+                                   (unsigned long long)token->index, (unsigned long long)token->id,
+                                   (const char *)token->text, (Py_ssize_t)token->text_size);
+    if (item == NULL)
+        return -1;
+    int rc = PyList_Append(others, item);
+    Py_DECREF(item);
+    return rc;
+}
+
+/* Notes the exception of a token's lane, which is closed: the token's leg must hear of it. */
+static int append_failure(PyObject *failures, const Token *token, Lane *lane)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    lane_forget(lane);
+    PyObject *item = Py_BuildValue("(KO)", (unsigned long long)token->number, error);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    if (item == NULL)
+        return -1;
+    int rc = PyList_Append(failures, item);
+    Py_DECREF(item);
+    return rc;
+}
+
+/* Brings a token to its lane, or to the others. May run Python. */
+static int relay_token(const Token *token, PyObject *lanes, PyObject *now, PyObject *others,
+                       PyObject *failures)
+{
+    Lane *lane = lane_for(lanes, token);
+    if (lane == NULL)
+        return PyErr_Occurred() ? -1 : append_token(others, token);
+    int rc = lane_take_token(lane, token, now);
+    if (rc < 0)
+        rc = append_failure(failures, token, lane);
+    Py_DECREF(lane);
+    return rc;
+}
+
+/* Relays all tokens. Returns (others, where the events begin, failures). */
+static PyObject *relay_tokens(const Token *tokens, size_t num, PyObject *lanes, PyObject *now,
+                              Py_ssize_t end)
+{
+    PyObject *result = NULL, *others = PyList_New(0), *failures = PyList_New(0);
+    if (others != NULL && failures != NULL) {
+        size_t i = 0;
+        while (i < num && relay_token(&tokens[i], lanes, now, others, failures) == 0)
+            i++;
+        if (i == num)
+            result = Py_BuildValue("(OnO)", others, end, failures);
+    }
+    Py_XDECREF(others);
+    Py_XDECREF(failures);
+    return result;
+}
+
+static PyObject *relay_told(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 3 || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "relay_told(payload, lanes: dict, now_s)");
+        return NULL;
+    }
+    double now_s = PyFloat_AsDouble(args[2]);
+    if (now_s == -1.0 && PyErr_Occurred())
+        return NULL;
+    Py_buffer payload; /* as long as it is held, its bytes stay where they are */
+    if (PyObject_GetBuffer(args[0], &payload, PyBUF_SIMPLE) < 0)
+        return NULL;
+    PyObject *result = NULL, *now = PyFloat_FromDouble(now_s);
+    const unsigned char *start = payload.buf;
+    Reader reader = {start, start + payload.len};
+    Token *tokens = NULL;
+    size_t num_tokens;
+    if (now == NULL) {
+        ;
+    } else if (!read_tokens(&reader, &tokens, &num_tokens)) {
+        result = Py_NewRef(Py_None);
+    } else {
+        result = relay_tokens(tokens, num_tokens, args[1], now, (Py_ssize_t)(reader.at - start));
+    }
+    PyMem_Free(tokens);
+    Py_XDECREF(now);
+    PyBuffer_Release(&payload);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"relay_told", (PyCFunction)(void (*)(void))relay_told, METH_FASTCALL,
+     "relay_told(payload, lanes, now_s, /)\n--\n\n"
+     "Relay the tokens of a frame's payload that lanes wait for, and return all others."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_token_lane",
+    .m_doc = "Steady tokens, from a worker's frame to a client's socket.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__token_lane(void)
+{
+    static const struct {
+        PyObject **name;
+        const char *text;
+    } names[] = {
+        {&name_write, "write"},   {&name_get_write_buffer_size, "get_write_buffer_size"},
+        {&name_bounds, "bounds"}, {&name_last_token_s, "last_token_s"},
+        {&name_counts, "counts"}, {&name_sums, "sums"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
+            return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL)
+        return NULL;
+    if (PyModule_AddType(module, &OutletType) < 0 || PyModule_AddType(module, &LaneType) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

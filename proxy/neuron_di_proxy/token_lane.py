@@ -1,0 +1,67 @@
+"""A steady token's way from its worker's frame to its client's socket, compiled.
+
+Of most tokens nothing is to be said but their text. `relay_told` takes those from a frame to the
+`Lane` of their leg, which counts them and writes them to the `Outlet` of their client's
+connection, without running Python. Whatever is not so plain it returns, for the long way, and of
+a lane that failed, the leg's number and the exception.
+
+Measured on an idle core of 2.6 GHz: the long way takes 2.2 us of a token before it is written, a
+lane 0.07 us. On a busy one it is some 9 us, more than the system call that writes it.
+
+Where the extension was not built, `IS_COMPILED` is false: everything goes the long way then, by
+the same bytes.
+
+Next: proxy/neuron_di_proxy/socket_reply.py
+"""
+
+import asyncio
+
+
+class PlainOutlet:
+    """`Outlet` without the extension: a connection's way out, always through its transport."""
+
+    __slots__ = ("_fd", "_transport", "has_written")
+
+    def __init__(self, fd: int, transport: asyncio.Transport) -> None:
+        self._fd = max(fd, -1)
+        self._transport: asyncio.Transport | None = transport
+        self.has_written = False  # since whoever asks has reset it
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if data and self._transport is not None:
+            self.has_written = True
+            self._transport.write(bytes(data))
+
+    def block(self) -> None:
+        """Others write to the transport. All of ours goes there anyway."""
+
+    def close(self) -> None:
+        """The connection is lost: what is written from now on is dropped."""
+        self._fd = -1
+        self._transport = None
+
+
+class _NoLane:
+    """Stands where annotations name a Lane."""
+
+    def __init__(self, *_: object) -> None:
+        raise RuntimeError("the extension for tokens was not built")
+
+
+def _relay_nothing(*_: object) -> None:
+    """As for a frame that is not understood."""
+
+
+try:
+    from neuron_di_proxy._token_lane import Lane, Outlet, relay_told
+except ImportError:  # there was no compiler
+    IS_COMPILED = False
+    Lane, Outlet, relay_told = _NoLane, PlainOutlet, _relay_nothing  # type: ignore[assignment,misc]
+else:
+    IS_COMPILED = True
+
+__all__ = ["IS_COMPILED", "Lane", "Outlet", "PlainOutlet", "relay_told"]

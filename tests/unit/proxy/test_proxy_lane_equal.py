@@ -1,0 +1,180 @@
+"""Tokens that take a lane and tokens that take the long way: a client sees the same bytes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from raw_http import RawClient, post
+from running_proxy import AT_ONCE, RunningProxy
+from scripted_worker import (
+    WORDS,
+    ScriptedWorker,
+    finished,
+    parked,
+    play_decode,
+    play_prefill,
+    released,
+    token,
+)
+from test_proxy_front_equal import masked
+
+from neuron_di_proxy import leg_link, socket_reply
+from neuron_di_proxy.answer import StreamedAnswer
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.token_lane import IS_COMPILED
+
+pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension for tokens was not built")
+
+TEXTS = ["a", "", ' "q" \\ /', "\n\t\x00\x7f", "naïve ☃ 𝄞", "", "x" * 5000, "</script>", "end"]
+NUM_TOKENS = 40
+GAPS = "vllm:inter_token_latency_seconds_count"
+STREAM = {"model": "tiny", "stream": True}
+CASES = {
+    "completion": post("/v1/completions", STREAM | {"prompt": "hi"}),
+    "chat": post("/v1/chat/completions", STREAM | {"messages": [{"role": "user", "content": "x"}]}),
+    "usage": post(
+        "/v1/completions",
+        STREAM | {"prompt": "hi", "stream_options": {"include_usage": True}},
+    ),
+    "usage of each token": post(
+        "/v1/completions",
+        STREAM
+        | {
+            "prompt": "hi",
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    "a prompt of a list": post("/v1/completions", STREAM | {"prompt": ["a"], "echo": False}),
+    "connection: close": post("/v1/completions", STREAM | {"prompt": "hi"}, "Connection: close"),
+    "1.0": post("/v1/completions", STREAM | {"prompt": "hi"}, version="1.0"),
+}
+TAKES_LONG_WAY = {"usage of each token", "1.0"}
+
+
+def text_of(index):
+    return TEXTS[index % len(TEXTS)]
+
+
+async def prefill(leg):
+    await leg.send(token(leg.first_index, text_of(leg.first_index)), parked(), released())
+
+
+async def decode(leg):
+    for index in range(leg.first_index + 1, NUM_TOKENS):
+        await leg.send(token(index, text_of(index)))
+    await leg.send(finished(NUM_TOKENS))
+
+
+@pytest.fixture
+def talking(cluster):
+    cluster.prefill.script, cluster.decode.script = prefill, decode
+    return cluster
+
+
+def without_lanes(monkeypatch):
+    monkeypatch.setattr(socket_reply, "IS_COMPILED", False)
+    monkeypatch.setattr(leg_link, "IS_COMPILED", False)
+
+
+def count_long_way(monkeypatch):
+    """The indices of the tokens that Python writes from now on."""
+    indices = []
+    write = StreamedAnswer.token
+
+    def counted(self, index, given):
+        indices.append(given.index)
+        write(self, index, given)
+
+    monkeypatch.setattr(StreamedAnswer, "token", counted)
+    return indices
+
+
+async def answer(cluster, data):
+    async with RawClient(cluster.proxy.address) as raw:
+        raw.send(data)
+        return await raw.response()
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_both_ways_write_alike(talking, monkeypatch, case):
+    long_way = count_long_way(monkeypatch)
+    by_lane = await answer(talking, CASES[case])
+    num_by_python = len(long_way)
+    without_lanes(monkeypatch)
+    by_python = await answer(talking, CASES[case])
+    assert masked(by_lane) == masked(by_python)
+    assert by_lane.status == 200
+    assert b"x" * 5000 in by_lane.framed
+    assert num_by_python == (NUM_TOKENS if case in TAKES_LONG_WAY else 2)
+
+
+async def test_a_lane_takes_what_follows_the_first_token_of_decode(talking, monkeypatch):
+    long_way = count_long_way(monkeypatch)
+    await answer(talking, CASES["chat"])
+    assert long_way == [0, 1]
+
+
+async def test_each_choice_has_a_lane_of_its_own(talking, monkeypatch):
+    long_way = count_long_way(monkeypatch)
+    response = await answer(
+        talking, post("/v1/completions", STREAM | {"prompt": "hi", "n": 3, "seed": 1})
+    )
+    assert sorted(long_way) == [0, 0, 0, 1, 1, 1]
+    for choice in range(3):
+        assert response.body.count(b'"index":%d,"text":"end"' % choice) == NUM_TOKENS // len(TEXTS)
+
+
+async def test_requests_one_after_the_other_on_one_connection(talking):
+    async with RawClient(talking.proxy.address) as raw:
+        answers = []
+        for case in ("chat", "completion", "chat"):
+            raw.send(CASES[case])
+            answers.append(await raw.response())
+    assert masked(answers[0]) == masked(answers[2])
+
+
+async def test_a_continuation_takes_a_lane_again(stack, monkeypatch):
+    async def hangs_up(leg):
+        await leg.send(token(1))
+        await leg.send(token(2))
+        await leg.send(token(3))
+        leg.hang_up()
+
+    scripts = {"p1": play_prefill, "d1": hangs_up, "d2": play_decode(10)}
+    workers = [
+        await stack.enter_async_context(
+            ScriptedWorker(name, "decode" if name[0] == "d" else "prefill", script)
+        )
+        for name, script in scripts.items()
+    ]
+    limits = replace(AT_ONCE, retries_max=2, continuations_max=2, queue_timeout_s=5)
+    config, records = ProxyConfig(limits=limits), [worker.record for worker in workers]
+    long_way = count_long_way(monkeypatch)
+    bodies = []
+    for _ in range(2):
+        proxy = await stack.enter_async_context(RunningProxy(config, records))
+        async with RawClient(proxy.address) as raw:
+            raw.send(CASES["completion"])
+            bodies.append((await raw.response()).body)
+        if not bodies[1:]:
+            # Of each attempt, prefill's token and the first of decode.
+            assert long_way == [0, 1, 4, 5]
+        without_lanes(monkeypatch)
+    for body in bodies:
+        events = [json.loads(each[6:]) for each in body.split(b"\n\n")[:-2]]
+        assert "".join(each["choices"][0]["text"] for each in events) == "".join(WORDS)
+        assert events[-1]["neuron_di"]["continued"] == 1
+
+
+async def test_gaps_are_counted_alike(talking, monkeypatch):
+    async def num_gaps():
+        async with talking.proxy.http.get("/metrics") as response:
+            text = await response.text()
+        (line,) = [each for each in text.splitlines() if each.startswith(GAPS)]
+        return float(line.split()[-1])
+
+    await answer(talking, CASES["completion"])
+    assert await num_gaps() == NUM_TOKENS - 1
+    without_lanes(monkeypatch)
+    await answer(talking, CASES["completion"])
+    assert await num_gaps() == 2 * (NUM_TOKENS - 1)

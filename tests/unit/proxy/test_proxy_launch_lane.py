@@ -1,0 +1,273 @@
+"""Steady tokens that take a lane: what an attempt knows of them, and when it takes them back."""
+
+import asyncio
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+from lane_rig import Rig, chunks_of, payload_of
+from launch_run import REQUEST
+from running_proxy import ListDirectory
+from scripted_worker import finished, make_record, parked, released, token
+from virtual_cluster import virtual
+
+from neuron_di.clock import Deadline, now_s
+from neuron_di.config import LimitOptions
+from neuron_di.errors import PeerTimeout, RemoteProtocolError
+from neuron_di.types import RequestId
+from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.health import Health
+from neuron_di_proxy.launch import Launcher
+from neuron_di_proxy.leg_merge import LANE_TRY_TOKENS
+from neuron_di_proxy.route import Pair, Whole
+from neuron_di_proxy.token_lane import IS_COMPILED, relay_told
+
+pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension for tokens was not built")
+
+STALL_S = 15.0
+PAIR = Pair(make_record("p1", "prefill"), make_record("d1", "decode"))
+WHOLE = Whole(make_record("b1", "both"))
+
+
+class LanedLeg:
+    """A leg for which the test speaks, a frame at a time, as its link would deal with it."""
+
+    def __init__(self, record, kind, message):
+        self.worker_id, self.kind, self.message = record.worker_id, kind, message
+        self.lanes = {}
+        self.is_closed = False
+
+    def open(self, hear):
+        self._hear = hear
+
+    def relay(self, lane):
+        self.lanes[7] = lane
+
+    def tell(self, *indices):
+        """A frame of plain tokens. Returns the indices of those that no lane took."""
+        tokens = [(7, index, 100 + index, f"t{index}") for index in indices]
+        others, _, failures = relay_told(payload_of(tokens), self.lanes, now_s())
+        for _, error in failures:
+            self._hear(error)
+        for _, index, _, text in others:
+            if not self.is_closed:
+                self._hear(token(index, text))
+        return [index for _, index, _, _ in others]
+
+    def say(self, *events):
+        for event in events:
+            self._hear(event)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Laned:
+    """An attempt over such legs, whose client is the other end of a rig's socket."""
+
+    def __init__(self, rig, route=PAIR, *, has_lane=lambda: True):
+        self.rig = rig
+        self.legs = {}
+        self.emitted = []
+        self.num_asked = 0
+        self._has_lane = has_lane
+        self.attempt = Attempt(
+            request_id=RequestId("r1"),
+            number=0,
+            request=REQUEST,
+            route=route,
+            emitted=(),
+            deadline=Deadline.after(1000.0),
+        )
+        limits = LimitOptions(stall_timeout_s=STALL_S)
+        launcher = Launcher(self, Health(self, ListDirectory([]), limits), limits)
+        self.task = asyncio.create_task(launcher.run(self.attempt, self._emit, self._make_lane))
+
+    def open_leg(self, record, kind, leg):
+        self.legs[kind] = LanedLeg(record, kind, leg)
+        return self.legs[kind]
+
+    def _emit(self, given):
+        self.rig.ids.append(given.token_id)
+        self.rig.record.last_token_s = now_s()
+        self.emitted.append(given.index)
+
+    def _make_lane(self):
+        self.num_asked += 1
+        if not self._has_lane():
+            return None
+        return self.rig.lane(due=len(self.rig.ids), last_s=now_s())
+
+    async def steady(self):
+        """The leg that speaks, once its first token was given."""
+        await asyncio.sleep(0)
+        if "whole" in self.legs:
+            self.legs["whole"].say(token(0), token(1))
+            return self.legs["whole"]
+        self.legs["prefill"].say(token(0), parked())
+        self.legs["decode"].say(token(1))
+        return self.legs["decode"]
+
+
+@contextmanager
+def running(*args, **kwargs):
+    rig = Rig()
+    try:
+        yield Laned(rig, *args, **kwargs)
+    finally:
+        rig.close()
+
+
+def texts(*indices):
+    return chunks_of([f"t{index}" for index in indices])
+
+
+@pytest.mark.parametrize("route", [PAIR, WHOLE])
+@virtual
+async def test_steady_tokens_reach_the_client_and_are_counted(route):
+    with running(route) as run:
+        leg = await run.steady()
+        for index in range(2, 50):
+            assert leg.tell(index) == []
+        assert run.emitted == [0, 1]
+        assert run.rig.received() == texts(*range(2, 50))
+        assert run.rig.ids[2:] == [100 + index for index in range(2, 50)]
+        leg.say(finished(50))
+        if route is PAIR:
+            run.legs["prefill"].say(released())
+        assert await run.task == finished(50)
+        assert run.attempt.num_tokens == 50
+
+
+@virtual
+async def test_an_end_that_counts_other_tokens_is_not_believed():
+    with running() as run:
+        leg = await run.steady()
+        leg.tell(2, 3)
+        leg.say(finished(5))
+        with pytest.raises(RemoteProtocolError, match="of which 4 came"):
+            await run.task
+        assert run.attempt.num_tokens == 4
+
+
+@pytest.mark.parametrize("index", [1, 2, 4])
+@virtual
+async def test_a_token_that_is_not_due_ends_the_attempt(index):
+    with running() as run:
+        leg = await run.steady()
+        leg.tell(2)
+        assert leg.tell(index, 3) == [index, 3], "nothing overtakes"
+        with pytest.raises(RemoteProtocolError, match="3 was due"):
+            await run.task
+        assert run.rig.received() == texts(2)
+        assert run.attempt.blamed.worker_id == "d1"
+        assert leg.is_closed
+
+
+@virtual
+async def test_after_a_token_that_was_heard_the_lane_goes_on():
+    with running() as run:
+        leg = await run.steady()
+        leg.tell(2)
+        leg.say(token(3))
+        assert leg.tell(4, 5) == []
+        assert run.emitted == [0, 1, 3]
+        assert run.rig.received() == texts(2, 4, 5)
+        leg.say(finished(6))
+        run.legs["prefill"].say(released())
+        await run.task
+
+
+@pytest.mark.parametrize("route", [PAIR, WHOLE])
+@virtual
+async def test_an_answer_that_becomes_plain_text_later_takes_a_lane_then(route):
+    with running(route, has_lane=lambda: run.num_asked > 2) as run:
+        leg = await run.steady()
+        is_heard = [leg.tell(index) == [index] for index in range(2, 3 * LANE_TRY_TOKENS)]
+        num_heard = is_heard.count(True)
+        assert is_heard == sorted(is_heard, reverse=True)
+        assert 2 + num_heard == 2 * LANE_TRY_TOKENS
+        assert run.num_asked == 3
+        run.task.cancel()
+        await asyncio.sleep(0)
+
+
+@virtual
+async def test_a_stall_counts_from_the_lanes_last_token():
+    with running() as run:
+        leg = await run.steady()
+        for index in range(2, 20):
+            await asyncio.sleep(0.9 * STALL_S)
+            leg.tell(index)
+        last_s = now_s()
+        with pytest.raises(PeerTimeout, match="d1 sent no token"):
+            await run.task
+        assert now_s() - last_s == pytest.approx(STALL_S, abs=0.01)
+        assert run.attempt.num_tokens == 20
+
+
+@virtual
+async def test_the_deadline_ends_it_however_many_tokens_come():
+    with running() as run:
+        leg = await run.steady()
+        index = 2
+        while not run.task.done():
+            await asyncio.sleep(STALL_S / 2)
+            if not run.task.done():
+                leg.tell(index)
+                index += 1
+        assert run.attempt.num_tokens == index
+        with pytest.raises(Exception, match="not complete in time"):
+            await run.task
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+@virtual
+async def test_what_comes_after_the_end_reaches_nobody(how):
+    with running() as run:
+        leg = await run.steady()
+        leg.tell(2)
+        if how == "cancelled":
+            run.task.cancel()
+        else:
+            leg.say(PeerTimeout("d1 is silent"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert run.task.done()
+        assert leg.tell(3) == [3]
+        assert run.rig.received() == texts(2)
+        assert run.attempt.num_tokens == 3
+        assert len(run.rig.ids) == 3
+        assert run.task.cancelled() or run.task.exception()
+
+
+@virtual
+async def test_what_prefill_says_meanwhile_changes_nothing():
+    with running() as run:
+        leg = await run.steady()
+        leg.tell(2)
+        run.legs["prefill"].say(released())
+        assert leg.tell(3) == []
+        leg.say(finished(4))
+        assert await run.task == finished(4)
+        assert run.rig.received() == texts(2, 3)
+        assert run.attempt.prefill == released().receipt
+
+
+class Refuses:
+    """A record that cannot be written to."""
+
+    def __setattr__(self, name, value):
+        raise ZeroDivisionError
+
+
+@virtual
+async def test_a_bug_of_a_lane_is_told_and_is_no_workers_fault():
+    with running() as run:
+        run.rig.lane = partial(run.rig.lane, record=Refuses())
+        leg = await run.steady()
+        assert leg.tell(2, 3) == [3]
+        with pytest.raises(ZeroDivisionError):
+            await run.task
+        assert run.attempt.blamed is None
+        assert leg.is_closed

@@ -1,0 +1,160 @@
+"""Which frames are understood: never one that msgspec would not read."""
+
+import itertools
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lane_rig import Rig, chunks_of, payload_of, tokens_in
+
+from neuron_di.errors import RemoteProtocolError
+from neuron_di_proxy.token_lane import IS_COMPILED, relay_told
+
+pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension was not built: no compiler")
+
+GOOD = b"\x94\x07\x00\x01\xa1x"
+
+plain_tokens = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 1 << 40), st.text(max_size=40)),
+    max_size=20,
+)
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def test_the_offset_is_where_the_events_begin(rig):
+    payload = payload_of([(1, 0, 2, "x" * 300)], events=b"anything")
+    assert relay_told(payload, {}, 1.0) == ([(1, 0, 2, "x" * 300)], payload.index(b"anything"), [])
+    payload = b"\x93" + payload[1:]  # something follows the events
+    assert relay_told(payload, {}, 1.0) == ([(1, 0, 2, "x" * 300)], payload.index(b"anything"), [])
+
+
+def every_width(value: int) -> list[bytes]:
+    """All that msgpack has for a small number."""
+    formats = [">BB", ">BH", ">BI", ">BQ"]
+    wide = [struct.pack(form, 0xCC + place, value) for place, form in enumerate(formats)]
+    return [bytes([value]), *wide]
+
+
+def test_every_width_of_number_text_and_array_is_read(rig):
+    heads = {
+        "token": [b"\x94", b"\xdc\x00\x04", b"\xdd\x00\x00\x00\x04"],
+        "list": [b"\x91", b"\xdc\x00\x01", b"\xdd\x00\x00\x00\x01"],
+        "told": [b"\x92", b"\xdc\x00\x02", b"\xdd\x00\x00\x00\x02", b"\x93", b"\xdc\x00\x03"],
+        "text": [b"\xa2", b"\xd9\x02", b"\xda\x00\x02", b"\xdb\x00\x00\x00\x02"],
+    }
+    num = 0
+    for token, tokens, told, text in itertools.product(*heads.values()):
+        for number, index, token_id in zip(
+            every_width(7), every_width(3), reversed(every_width(9)), strict=True
+        ):
+            written = told + tokens + token + number + index + token_id + text + b"hi"
+            lane = rig.lane(due=3)
+            assert relay_told(written + b"\x90", {7: lane}, 1.0) == ([], len(written), [])
+            assert rig.received() == chunks_of(["hi"])
+            num += 1
+    assert rig.ids == [9] * num
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x92",
+        b"\x92\x90",  # no events
+        b"\x91\x91" + GOOD,
+        b"\x94\x91" + GOOD + b"\x90\x90\x90",
+        b"\x82\x91" + GOOD + b"\x90",
+        b"\x92\x92" + GOOD + b"\x90",
+        b"\x92\x92" + GOOD + b"\x93\x08\x00\x01\x90",
+        b"\x92\x92" + GOOD + b"\x95\x08\x00\x01\xa1x\x00\x90",
+        b"\x92\x92" + GOOD + b"\x94\x08\x00\xff\xa1x\x90",  # a negative number
+        b"\x92\x92" + GOOD + b"\x94\x08\x00\xd0\x01\xa1x\x90",  # a signed one
+        b"\x92\x92" + GOOD + b"\x94\x08\x00\xc0\xa1x\x90",
+        b"\x92\x92" + GOOD + b"\x94\x08\x00\xcb" + bytes(8) + b"\xa1x\x90",
+        b"\x92\x92" + GOOD + b"\x94\x08\x00\x01\xc4\x01x\x90",  # bytes
+        b"\x92\x92" + GOOD + b"\x94\x08\x00\x01\xdb\xff\xff\xff\xffx\x90",
+        b"\x92\xdd\xff\xff\xff\xff" + GOOD * 3,
+        b"\x92\x92" + GOOD + b"\x94\x08\x00\x01\xa1\xff\x90",
+    ],
+)
+def test_of_an_irregular_frame_nothing_is_taken(rig, payload):
+    lane = rig.lane()
+    assert relay_told(payload, {7: lane}, 1.0) is None
+    assert (rig.received(), rig.ids, lane.due, lane.take()) == (b"", [], 0, 0)
+    assert relay_told(b"\x92\x91" + GOOD + b"\x90", {7: lane}, 1.0) == ([], 8, [])
+
+
+def test_a_frame_that_is_cut_anywhere_before_its_events_is_irregular(rig):
+    payload = payload_of([(7, 0, 1 << 20, "some text"), (8, 300, 1 << 40, "ünï" * 50)])
+    for end in range(len(payload) - 1):
+        assert relay_told(memoryview(payload)[:end], {7: rig.lane()}, 1.0) is None
+    assert rig.ids == []
+
+
+@given(st.one_of(st.binary(max_size=200), st.binary(max_size=60).map(b"\x92\x91\x94".__add__)))
+@settings(max_examples=500)
+def test_whatever_is_taken_of_random_bytes_msgspec_reads_too(payload):
+    check_against_msgspec(payload)
+
+
+@given(plain_tokens, st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=3))
+@settings(max_examples=1000)
+def test_whatever_is_taken_of_a_damaged_frame_msgspec_reads_too(tokens, damages):
+    payload = bytearray(payload_of(tokens))
+    for place, byte in damages:
+        payload[place % len(payload)] = byte
+    check_against_msgspec(bytes(payload), must_take=not damages)
+
+
+def check_against_msgspec(payload: bytes, *, must_take: bool = False) -> None:
+    rig = Rig()
+    try:
+        lanes = {number: rig.lane() for number in range(4)}
+        taken = relay_told(payload, lanes, 1.0)
+        if taken is None:
+            assert not must_take
+            assert (rig.received(), rig.ids) == (b"", [])
+            return
+        others, offset, _ = taken
+        if payload[0] not in (0x92, 0x93):
+            return  # a longer head: as a whole, it is tested elsewhere
+        tokens = tokens_in(b"\x92" + payload[1:offset] + b"\x90")
+        due = dict.fromkeys(lanes, 0)
+        for token in tokens:  # by the rules
+            number, index, token_id, _ = token
+            if due.get(number) == index:
+                due[number] += 1
+                assert rig.ids.pop(0) == token_id
+            else:
+                due.pop(number, None)
+                assert others.pop(0) == token
+        assert (others, rig.ids) == ([], [])
+    finally:
+        rig.close()
+
+
+def test_a_text_is_taken_if_and_only_if_it_is_strict_utf8():
+    edges = bytes.fromhex("00 7f 80 8f 90 9f a0 bf c0 c1 c2 df e0 ed ef f0 f4 f5 ff")
+    num_valid = 0
+    for size in range(1, 5):
+        choice = range(256) if size < 3 else edges
+        for text in itertools.product(choice, repeat=size):
+            raw = bytes(text)
+            taken = relay_told(b"\x92\x91\x94\x01\x02\x03%c%b\x90" % (0xA0 + size, raw), {}, 1.0)
+            try:
+                valid = raw.decode()
+            except UnicodeDecodeError:
+                assert taken is None, raw
+            else:
+                assert taken == ([(1, 2, 3, valid)], 7 + size, []), raw
+                num_valid += 1
+    assert num_valid > 128 * 128
+    with pytest.raises(RemoteProtocolError):
+        tokens_in(b"\x92\x91\x94\x01\x02\x03\xa3\xed\xa0\x80\x90")
