@@ -9,7 +9,7 @@ client and the workers would do is done here, off the clock:
 
 Printed are microseconds of this thread's CPU time per request, least and median of the rounds, and
 what follows from answers of different lengths: the cost of a request, and that of a token. The one
-system call in it is what writes to a client, here a cheap one: `make bench-proxy` has them all. `--profile` shows the functions instead.
+system call in it writes to a client, here a cheap one: `make bench-proxy` has them all. `--profile` shows the functions instead.
 """
 
 import argparse

@@ -129,16 +129,16 @@ class FrameReader:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._partial = bytearray()
+        self.partial = bytearray()  # what came of a frame that is not whole yet
         self._num_needed = _LENGTH_BYTES
 
     def feed(self, data: bytes) -> list[memoryview]:
         """The payloads that `data` completes. RemoteProtocolError: a frame larger than allowed."""
-        if self._partial:
-            self._partial += data
-            if len(self._partial) < self._num_needed:
+        if self.partial:
+            self.partial += data
+            if len(self.partial) < self._num_needed:
                 return []
-            data, self._partial = bytes(self._partial), bytearray()
+            data, self.partial = bytes(self.partial), bytearray()
         payloads: list[memoryview] = []
         view = memoryview(data)
         start, end = 0, len(data)
@@ -156,5 +156,5 @@ class FrameReader:
             payloads.append(view[payload : payload + num_bytes])
             start = payload + num_bytes
         if start < end:
-            self._partial += view[start:]
+            self.partial += view[start:]
         return payloads

@@ -774,7 +774,67 @@ static PyObject *relay_told(PyObject *Py_UNUSED(module), PyObject *const *args, 
     return result;
 }
 
+/* Whether there is an open lane that waits for each of these tokens, none of them twice. */
+static int all_are_due(const Token *tokens, size_t num, PyObject *lanes)
+{
+    for (size_t i = 0; i < num; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(tokens[i].number);
+        if (number == NULL)
+            return -1;
+        PyObject *found = PyDict_GetItemWithError(lanes, number); /* borrowed */
+        Py_DECREF(number);
+        if (found == NULL)
+            return PyErr_Occurred() ? -1 : 0;
+        const Lane *lane = (const Lane *)found;
+        if (!Py_IS_TYPE(found, &LaneType) || !lane->is_open ||
+            tokens[i].index >= INT64_MAX || (long long)tokens[i].index != lane->due)
+            return 0;
+    }
+    return 1;
+}
+
+/* As relay_told, for bytes that came at once, if they are one whole frame with nothing in it but
+ * tokens that lanes wait for. A token whose leg has another one before it in the frame is found
+ * not due, and the frame is left to relay_told. */
+static PyObject *relay_frame(PyObject *Py_UNUSED(module), PyObject *const *args,
+                             Py_ssize_t num_args)
+{
+    enum { LENGTH_BYTES = 4 };
+    if (num_args != 3 || !PyBytes_Check(args[0]) || !PyDict_Check(args[1]) ||
+        !PyFloat_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "relay_frame(data: bytes, lanes: dict, now_s: float)");
+        return NULL;
+    }
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[0]);
+    size_t size = (size_t)PyBytes_GET_SIZE(args[0]);
+    Reader reader = {data, data + size};
+    uint64_t length;
+    if (!read_big_endian(&reader, LENGTH_BYTES, &length) || length != size - LENGTH_BYTES)
+        Py_RETURN_NONE;
+    Token *tokens = NULL;
+    size_t num_tokens;
+    PyObject *result = NULL;
+    int is_plain = read_tokens(&reader, &tokens, &num_tokens);
+    if (is_plain) { /* behind the tokens: no events, and no status or none said */
+        size_t num_behind = (size_t)(reader.end - reader.at);
+        is_plain = reader.at[0] == 0x90 &&
+                   (num_behind == 1 || (num_behind == 2 && reader.at[1] == 0xc0));
+    }
+    if (is_plain)
+        is_plain = all_are_due(tokens, num_tokens, args[1]);
+    if (is_plain == 0) {
+        result = Py_NewRef(Py_None);
+    } else if (is_plain > 0) {
+        result = relay_tokens(tokens, num_tokens, args[1], args[2], (Py_ssize_t)size);
+    }
+    PyMem_Free(tokens);
+    return result;
+}
+
 static PyMethodDef functions[] = {
+    {"relay_frame", (PyCFunction)(void (*)(void))relay_frame, METH_FASTCALL,
+     "relay_frame(data, lanes, now_s, /)\n--\n\n"
+     "Relay a whole frame if it has nothing but tokens that lanes wait for; None: it has more."},
     {"relay_told", (PyCFunction)(void (*)(void))relay_told, METH_FASTCALL,
      "relay_told(payload, lanes, now_s, /)\n--\n\n"
      "Relay the tokens of a frame's payload that lanes wait for, and return all others."},

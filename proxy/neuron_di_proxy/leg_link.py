@@ -10,7 +10,7 @@ Next: neuron_di/wire/leg_link.py
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from neuron_di.clock import now_s
@@ -32,6 +32,7 @@ from neuron_di.wire.leg_link import (
     FrameReader,
     LegKind,
     OpenLeg,
+    PlainToken,
     ProxyAlive,
     Told,
     ToldBehindTokens,
@@ -40,7 +41,7 @@ from neuron_di.wire.leg_link import (
     told_decoder,
 )
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.token_lane import IS_COMPILED, Lane, relay_told
+from neuron_di_proxy.token_lane import IS_COMPILED, Lane, relay_frame, relay_told
 from neuron_di_proxy.workers import Hear
 
 # Prompts that a worker has not taken yet. One that reads nothing is given no more.
@@ -150,6 +151,13 @@ class LegLink(asyncio.Protocol):
         if self._has_ended:
             return
         self._num_silent = 0
+        if IS_COMPILED and not self._frames.partial:
+            relayed = relay_frame(data, self._lanes, now_s())
+            if relayed is not None:
+                tokens, _, failures = relayed
+                if tokens or failures:  # a lane was closed meanwhile, or failed
+                    self._hear_tokens(tokens, failures)
+                return
         try:
             for payload in self._frames.feed(data):
                 self._hear(payload)
@@ -164,21 +172,16 @@ class LegLink(asyncio.Protocol):
     def _hear(self, payload: memoryview) -> None:
         relayed = relay_told(payload, self._lanes, now_s()) if IS_COMPILED else None
         more: Told | ToldBehindTokens | None
-        hears = self._hears
         if relayed is None:
             more = told_decoder.decode(payload)
-            tokens = more.tokens
+            self._hear_tokens(more.tokens)
         else:
-            tokens, at, failures = relayed  # tokens that no lane took
+            tokens, at, failures = relayed
             more = behind_tokens(payload, at)
-            for leg, error in failures:
-                if (hear := hears.get(leg)) is not None:
-                    hear(error)
-        for number, index, token_id, text in tokens:
-            if (hear := hears.get(number)) is not None:
-                hear(Token(index=index, token_id=token_id, text=text))
+            self._hear_tokens(tokens, failures)
         if more is None:
             return
+        hears = self._hears
         for number, event in more.events:
             if isinstance(event, _LAST_WORDS):
                 self._lanes.pop(number, None)
@@ -192,6 +195,18 @@ class LegLink(asyncio.Protocol):
     def _hear_status(self, status: WorkerStatus) -> None:
         if self._on_status is not None:
             self._on_status(status)
+
+    def _hear_tokens(
+        self, tokens: Sequence[PlainToken], failures: Sequence[tuple[int, Exception]] = ()
+    ) -> None:
+        """Deal with tokens that no lane took, and with lanes that failed."""
+        hears = self._hears
+        for number, error in failures:
+            if (hear := hears.get(number)) is not None:
+                hear(error)
+        for number, index, token_id, text in tokens:
+            if (hear := hears.get(number)) is not None:
+                hear(Token(index=index, token_id=token_id, text=text))
 
     async def _connect(self, host: str, port: int) -> None:
         try:

@@ -3,7 +3,8 @@
 Of most tokens nothing is to be said but their text. `relay_told` takes those from a frame to the
 `Lane` of their leg, which counts them and writes them to the `Outlet` of their client's
 connection, without running Python. Whatever is not so plain it returns, for the long way, and of
-a lane that failed, the leg's number and the exception.
+a lane that failed, the leg's number and the exception. `relay_frame` does so for what most often
+comes, a frame with nothing else in it.
 
 Measured on an idle core of 2.6 GHz: the long way takes 2.2 us of a token before it is written, a
 lane 0.07 us. On a busy one it is some 9 us, more than the system call that writes it.
@@ -57,11 +58,12 @@ def _relay_nothing(*_: object) -> None:
 
 
 try:
-    from neuron_di_proxy._token_lane import Lane, Outlet, relay_told
+    from neuron_di_proxy._token_lane import Lane, Outlet, relay_frame, relay_told
 except ImportError:  # there was no compiler
     IS_COMPILED = False
-    Lane, Outlet, relay_told = _NoLane, PlainOutlet, _relay_nothing  # type: ignore[assignment,misc]
+    Lane, Outlet = _NoLane, PlainOutlet  # type: ignore[assignment,misc]
+    relay_frame = relay_told = _relay_nothing
 else:
     IS_COMPILED = True
 
-__all__ = ["IS_COMPILED", "Lane", "Outlet", "PlainOutlet", "relay_told"]
+__all__ = ["IS_COMPILED", "Lane", "Outlet", "PlainOutlet", "relay_frame", "relay_told"]

@@ -122,7 +122,7 @@ def test_a_large_frame_is_copied_a_bounded_number_of_times(monkeypatch):
             appended += len(other)
             return super().__iadd__(other)
 
-    reader._partial = Counting()
+    reader.partial = Counting()
     payloads = []
     for start in range(0, len(raw), 1000):
         payloads += reader.feed(raw[start : start + 1000])
