@@ -50,7 +50,8 @@ bench-verification: $(VENV)/dev ## what it costs to verify every KV block
 
 bench-proxy: $(VENV)/dev ## what a proxy costs, beside SGLANG_PYTHON's and VLLM_ROUTER where they name one
 	$(BIN)/python -m benchmarks.proxy $(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) \
-	  $(if $(VLLM_ROUTER),--vllm-router $(VLLM_ROUTER)) $(BENCH_ARGS)
+	  $(if $(VLLM_ROUTER),--vllm-router $(VLLM_ROUTER)) \
+	  $(if $(DEMO_PROXY),--demo-proxy $(DEMO_PROXY) --demo-python $(DEMO_PYTHON)) $(BENCH_ARGS)
 
 bench-overload: $(VENV)/dev ## goodput at 1 to 3 times the load that can be answered
 	$(BIN)/python -m benchmarks.overload $(BENCH_ARGS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -22,10 +23,10 @@ def cpu_s(pid: int) -> float:
     return total_s
 
 
-def rss_bytes(pid: int) -> int:
-    """What the tree has resident now; pages that are shared count in each process."""
+def rss_bytes(tree: Iterable[psutil.Process]) -> int:
+    """What they have resident now; pages that are shared count in each process."""
     total = 0
-    for process in tree_of(pid):
+    for process in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             total += process.memory_info().rss
     return total

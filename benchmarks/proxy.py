@@ -9,12 +9,14 @@ import argparse
 import itertools
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.contenders import proxies
 from benchmarks.contenders.proxies import ProxyCommand, StubPorts
+from benchmarks.process_tree import cpu_s
 from benchmarks.provenance import command_line, commit_description, machine_description
 from benchmarks.proxy_load import Load
 from benchmarks.proxy_plot import plot_proxies
@@ -25,10 +27,12 @@ from benchmarks.proxy_process import (
     running,
     stub_workers,
 )
-from benchmarks.proxy_report import Cell, ProxyReport, Sample, print_report, write_report
+from benchmarks.proxy_report import Cell, ProxyReport, Sample
 from benchmarks.proxy_stub import PREFILL_S
+from benchmarks.proxy_text import findings, print_report, write_report
 
 MODULE = "benchmarks.proxy"
+_IDLE_S = 5.0
 _PEER_NAMES = ("direct", "nginx", "vllm-demo", "vllm-router", "sglang-router", "neuron-di")
 
 
@@ -36,8 +40,9 @@ def main() -> int:
     parser = make_parser()
     options = parser.parse_args()
     console = Console(highlight=False)
-    console.width = max(console.width, 120)
+    console.width = max(console.width, 132)
     allow_many_connections()
+    begun_s = time.monotonic()
     report = ProxyReport(
         command=command_line(MODULE, options, parser.parse_args([])),
         machine=machine_description(),
@@ -52,17 +57,19 @@ def main() -> int:
     ):
         commands = contenders(options, stubs, Path(folder), console)
         report.notes = {command.name: command.note for command in commands}
-        with running(commands) as started, console.status("") as status:
+        with running(commands) as started, console.status("", refresh_per_second=1) as status:
+            report.idle_percent = idle_percent(started)
             cells = cells_of(options)
             for number, cell in itertools.product(range(1, options.rounds + 1), cells):
                 for proxy in started if number % 2 else reversed(started):
                     status.update(f"round {number}, {cell}: {proxy.name}")
-                    report.samples.append(sample(proxy, cell, number, options))
+                    report.samples.append(sample(proxy, cell, number, options, stubs.pid))
+    report.took_s = time.monotonic() - begun_s
     print_report(console, report)
     write_report(report, options.results)
     plot_proxies(report, options.results / "proxy.png")
     console.print(f"written: proxy.md, .json, .png in {options.results}")
-    return 0 if report.is_kept() else 1
+    return 1 if findings(report) else 0
 
 
 def contenders(
@@ -103,22 +110,48 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         Cell(streams, reply, options.prompts[0])
         for reply, streams in itertools.product(options.replies, options.streams)
     ]
-    by_prompt = [Cell(options.prompt_streams, options.replies[0], each) for each in options.prompts]
+    by_prompt = [
+        Cell(streams, options.replies[0], prompt)
+        for streams, prompt in itertools.product(options.prompt_streams, options.prompts)
+    ]
     return list(dict.fromkeys(by_streams + by_prompt))
 
 
-def sample(proxy: RunningProxy, cell: Cell, number: int, options: argparse.Namespace) -> Sample:
+def idle_percent(proxies: list[RunningProxy]) -> dict[str, float]:
+    """What each takes of a core while nothing is asked: that much it spoils the others' turns."""
+    time.sleep(_IDLE_S / 5)  # what a start leaves to be done
+    before_s = [proxy.cpu_s() for proxy in proxies]
+    time.sleep(_IDLE_S)
+    return {
+        proxy.name: (proxy.cpu_s() - at_s) / _IDLE_S * 100
+        for proxy, at_s in zip(proxies, before_s, strict=True)
+    }
+
+
+def sample(
+    proxy: RunningProxy, cell: Cell, number: int, options: argparse.Namespace, stub_pid: int
+) -> Sample:
     """One load on one proxy."""
     expected_s = PREFILL_S + (cell.reply_tokens - 1) * options.tick_ms / 1000
     load = Load(
         port=0,
         streams=cell.streams,
-        requests=max(1, round(options.cell_s / expected_s)),
+        requests=requests_per_stream(cell.streams, expected_s, options),
         reply_tokens=cell.reply_tokens,
         prompt_tokens=cell.prompt_tokens,
         timeout_s=20 + 10 * max(options.cell_s, expected_s),
     )
-    return Sample.of(proxy.name, cell, number, proxy.measure(load))
+    before_s = cpu_s(stub_pid)
+    seen = proxy.measure(load)
+    seen["harness_cpu_s"] = seen["client_cpu_s"] + cpu_s(stub_pid) - before_s
+    return Sample.of(proxy.name, cell, number, seen)
+
+
+def requests_per_stream(streams: int, expected_s: float, options: argparse.Namespace) -> int:
+    """So many that a load lasts, unless there are enough streams to make up for it."""
+    lasting = round(options.cell_s / expected_s)
+    enough = -(-options.cell_requests // streams)
+    return max(1, min(lasting, enough))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -129,8 +162,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[1000, 10_000, 40_000, 100_000], help="tokens"
     )
-    parser.add_argument("--prompt-streams", type=int, default=16, help="with those prompts")
+    parser.add_argument(
+        "--prompt-streams", type=int, nargs="+", default=[1, 16], help="with those prompts"
+    )
     parser.add_argument("--cell-s", type=float, default=3.0, help="a load lasts at least so long")
+    parser.add_argument(
+        "--cell-requests", type=int, default=6000, help="or has at least so many requests"
+    )
     parser.add_argument("--tick-ms", type=float, default=40.0, help="a step of the stub workers")
     parser.add_argument("--contenders", nargs="+", default=list(_PEER_NAMES), choices=_PEER_NAMES)
     parser.add_argument("--sglang-python", type=Path, help="a Python that has sglang-router")

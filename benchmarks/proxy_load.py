@@ -69,6 +69,7 @@ class Seen:
     refused: int = 0  # answered with another status
     late: int = 0  # complete or not, with a token that was late; or not over in time
     wall_s: float = 0.0
+    client_cpu_s: float = 0.0
     travel_ns: dict[str, int] = field(default_factory=dict)
     first_ns: dict[str, int] = field(default_factory=dict)
 
@@ -92,6 +93,9 @@ class Stream(asyncio.Protocol):
         self._transport = transport
 
     def ask(self) -> None:
+        """Send a request, unless one runs or the connection is just being made anew."""
+        if self._sent_ns or self._transport.is_closing():
+            return
         self._begin()
         self._sent_ns = time.monotonic_ns()
         self._transport.write(self._run.request)
@@ -169,7 +173,7 @@ class Run:
         streams = [Stream(self) for _ in range(self.load.streams)]
         for stream in streams:
             await self._connect(stream)
-        begun_s = time.monotonic()
+        begun_s, begun_cpu_s = time.monotonic(), time.process_time()
         for stream in streams:
             stream.ask()
         try:
@@ -178,6 +182,7 @@ class Run:
         except TimeoutError:
             self.seen.late += sum(stream.num_left > 0 for stream in streams)
         self.seen.wall_s = time.monotonic() - begun_s
+        self.seen.client_cpu_s = time.process_time() - begun_cpu_s
         self.seen.travel_ns = _summary(self.travel_ns)
         self.seen.first_ns = _summary(self.first_ns)
         return self.seen

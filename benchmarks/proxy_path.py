@@ -9,7 +9,8 @@ client and the workers would do is done here, off the clock:
 
 Printed are microseconds of this thread's CPU time per request, least and median of the rounds, and
 what follows from answers of different lengths: the cost of a request, and that of a token. The one
-system call in it writes to a client, here a cheap one: `make bench-proxy` has them all. `--profile` shows the functions instead.
+system call in it writes to a client, here a cheap one: `make bench-proxy` has them all. `--profile`
+shows the functions instead.
 """
 
 import argparse
@@ -89,6 +90,10 @@ class _ClientTransport(_WorkerTransport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._ours if name == "socket" else default
+
+    def close(self) -> None:
+        self._ours.close()
+        self._theirs.close()
 
     def take(self) -> bytes:
         self._theirs.setblocking(False)
@@ -186,6 +191,10 @@ class Path:
             self._clients.append((connection, transport))
         self.num_writes = 0  # of all clients, in the last round
         self._on_s = 0.0
+
+    def close(self) -> None:
+        for _, transport in self._clients:
+            transport.close()
 
     async def round(self, request: bytes, reply_tokens: int) -> float:
         """Answer one request of each client. Seconds of CPU time for each of them."""

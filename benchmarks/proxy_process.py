@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.contenders.proxies import ProxyCommand, StubPorts
-from benchmarks.process_tree import cpu_s, rss_bytes
+from benchmarks.process_tree import cpu_s, rss_bytes, tree_of
 from benchmarks.proxy_load import Load
 
 _REPO = Path(__file__).parent.parent
@@ -62,12 +62,16 @@ class RunningProxy:
         load = replace(load, port=self.port)
         if self._process is None:
             return apply_load(load) | {"cpu_s": 0.0, "rss_bytes": 0}
-        before_s = cpu_s(self._process.pid)
+        before_s = self.cpu_s()
         with _memory_of(self._process.pid) as sizes:
             seen = apply_load(load)
-        seen["cpu_s"] = cpu_s(self._process.pid) - before_s
+        seen["cpu_s"] = self.cpu_s() - before_s
         seen["rss_bytes"] = max(sizes)
         return seen
+
+    def cpu_s(self) -> float:
+        """CPU time of its processes so far."""
+        return 0.0 if self._process is None else cpu_s(self._process.pid)
 
     def end(self) -> None:
         if self._process is not None:
@@ -107,7 +111,7 @@ def stub_workers(tick_s: float) -> Iterator[StubPorts]:
             assert process.stdout is not None
             if process.stdout.readline() != "ready\n":
                 raise ProxyFailed(f"the stub workers ended:\n{_tail(log)}")
-            yield stubs
+            yield replace(stubs, pid=process.pid)
         finally:
             _end(process)
 
@@ -146,12 +150,14 @@ def allow_many_connections() -> None:
 @contextlib.contextmanager
 def _memory_of(pid: int) -> Iterator[list[int]]:
     """Looks at a tree's resident memory now and then; fills the list."""
-    sizes = [rss_bytes(pid)]
+    # Who is in the tree is asked once: that walks all processes of the machine, which would show.
+    tree = tree_of(pid)
     is_over = threading.Event()
+    sizes = [rss_bytes(tree)]
 
     def look() -> None:
         while not is_over.wait(_MEMORY_INTERVAL_S):
-            sizes.append(rss_bytes(pid))
+            sizes.append(rss_bytes(tree))
 
     thread = threading.Thread(target=look)
     thread.start()

@@ -1,20 +1,14 @@
-"""What the proxies cost: medians over rounds, ratios within rounds, Markdown and JSON."""
+"""What the proxies cost: medians over rounds, ratios within rounds, and what is concluded."""
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.order_statistics import Spread
 
 OURS = "neuron-di"
 ROUTERS = ("sglang-router", "vllm-router")
-# Travel and first token in milliseconds.
+# CPU per token; travel and first token in milliseconds; MiB resident.
 COLUMNS = (
     "streams",
     "proxy",
@@ -47,14 +41,18 @@ class Sample:
     proxy: str
     cell: Cell
     round: int
+    wall_s: float
     requests_per_s: float
     tokens: int
     cpu_us_per_token: float
+    cpu_ms_per_request: float
+    harness_cpu_ms_per_request: float  # of client and stub workers
     travel_p50_ms: float
     travel_p99_ms: float
     first_p50_ms: float  # from the request to the first token, the stub's prefill included
     first_p99_ms: float
     rss_mib: float
+    complete: int
     short: int
     cut: int
     refused: int
@@ -69,20 +67,27 @@ class Sample:
             proxy=proxy,
             cell=cell,
             round=number,
+            wall_s=seen["wall_s"],
             requests_per_s=seen["complete"] / seen["wall_s"],
             tokens=seen["tokens"],
-            cpu_us_per_token=seen["cpu_s"] * 1e6 / seen["tokens"] if seen["tokens"] else nothing,
+            cpu_us_per_token=_each(seen["cpu_s"] * 1e6, seen["tokens"]),
+            cpu_ms_per_request=_each(seen["cpu_s"] * 1e3, seen["complete"]),
+            harness_cpu_ms_per_request=_each(seen["harness_cpu_s"] * 1e3, seen["complete"]),
             travel_p50_ms=travel.get("p50", nothing) / 1e6,
             travel_p99_ms=travel.get("p99", nothing) / 1e6,
             first_p50_ms=first.get("p50", nothing) / 1e6,
             first_p99_ms=first.get("p99", nothing) / 1e6,
             rss_mib=seen["rss_bytes"] / (1 << 20),
-            **{kind: seen[kind] for kind in ("short", "cut", "refused", "late")},
+            **{kind: seen[kind] for kind in ("complete", "short", "cut", "refused", "late")},
         )
 
     def num_bad(self) -> int:
         """Streams that lost tokens, were cut or refused, or came late."""
         return self.short + self.cut + self.refused + self.late
+
+
+def _each(total: float, count: int) -> float:
+    return total / count if count else float("inf")
 
 
 @dataclass(slots=True)
@@ -96,6 +101,8 @@ class ProxyReport:
     prefill_ms: float
     notes: dict[str, str] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
+    idle_percent: dict[str, float] = field(default_factory=dict)  # of a core, with no request
+    took_s: float = 0.0
 
     def cells(self) -> list[Cell]:
         return list(dict.fromkeys(each.cell for each in self.samples))
@@ -116,24 +123,29 @@ class ProxyReport:
             for index, mine in enumerate(ours)
         )
 
-    def shortfalls(self) -> list[str]:
-        """Where ours is not below both routers, or treated a stream badly; in words."""
-        found = []
-        for cell in self.cells():
-            for name, value in (
-                ("CPU per token", lambda each: each.cpu_us_per_token),
-                ("travel p50", lambda each: each.travel_p50_ms),
-                ("first token p50", lambda each: each.first_p50_ms),
-            ):
-                ratio = self.ratio(cell, value)
-                if ratio is not None and ratio.median >= 1:
-                    found.append(f"{cell}: {name} is {ratio.median:.2f} of the better router's")
-            if num_bad := sum(each.num_bad() for each in self.of(OURS, cell)):
-                found.append(f"{cell}: {num_bad} streams were lost, cut, refused or late")
-        return found
 
-    def is_kept(self) -> bool:
-        return not self.shortfalls()
+JUDGED: tuple[tuple[str, Callable[[Sample], float]], ...] = (
+    ("CPU per token", lambda each: each.cpu_us_per_token),
+    ("travel p50", lambda each: each.travel_p50_ms),
+    ("travel p99", lambda each: each.travel_p99_ms),
+    ("first token p50", lambda each: each.first_p50_ms),
+    ("memory", lambda each: each.rss_mib),
+)
+RATIO_COLUMNS = ("streams", "reply", "prompt", *(name for name, _ in JUDGED))
+STREAM_COLUMNS = ("proxy", "complete", "lost or doubled tokens", "cut", "refused", "late")
+
+
+def shortfalls(report: ProxyReport) -> list[str]:
+    """Where ours is not below both routers, or treated a stream badly; in words."""
+    found = []
+    for cell in report.cells():
+        for name, value in JUDGED:
+            ratio = report.ratio(cell, value)
+            if ratio is not None and ratio.median >= 1:
+                found.append(f"{cell}: {name} is {_times(ratio)} of the better router's")
+        if num_bad := sum(each.num_bad() for each in report.of(OURS, cell)):
+            found.append(f"{cell}: {num_bad} streams were lost, cut, refused or late")
+    return found
 
 
 def row_of(samples: Sequence[Sample]) -> tuple[str, ...]:
@@ -144,7 +156,7 @@ def row_of(samples: Sequence[Sample]) -> tuple[str, ...]:
 
     has_process = any(each.rss_mib for each in samples)
     return (
-        str(samples[0].cell.streams),
+        f"{samples[0].cell.streams:,}",
         samples[0].proxy,
         f"{middle(lambda each: each.requests_per_s):,.1f}",
         f"{middle(lambda each: each.cpu_us_per_token):,.1f}" if has_process else "",
@@ -176,101 +188,25 @@ def groups_of(report: ProxyReport) -> dict[str, list[Cell]]:
 
 
 def ratio_rows(report: ProxyReport) -> list[tuple[str, ...]]:
-    """Ours to the better router, per cell: CPU, travel, first token. Empty without either."""
+    """Ours to the better router, per cell. Empty without either."""
     rows = []
-    for cell in report.cells():
-        ratios = [
-            report.ratio(cell, value)
-            for value in (
-                lambda each: each.cpu_us_per_token,
-                lambda each: each.travel_p50_ms,
-                lambda each: each.travel_p99_ms,
-                lambda each: each.first_p50_ms,
-            )
-        ]
+    for cell in sorted(report.cells(), key=lambda each: (each[1], each[2], each[0])):
+        ratios = [report.ratio(cell, value) for _, value in JUDGED]
         if all(ratio is not None for ratio in ratios):
-            rows.append((str(cell), *(_times(ratio) for ratio in ratios if ratio is not None)))
+            load = (f"{cell.streams:,}", str(cell.reply_tokens), f"{cell.prompt_tokens:,}")
+            rows.append((*load, *(_times(ratio) for ratio in ratios if ratio is not None)))
     return rows
 
 
-RATIO_COLUMNS = ("ours / the better router", "CPU", "travel p50", "travel p99", "first token p50")
-
-
-def print_report(console: Console, report: ProxyReport) -> None:
-    for title, cells in groups_of(report).items():
-        _print_table(console, title, COLUMNS, rows_of(report, cells), num_left=2)
-    if rows := ratio_rows(report):
-        _print_table(console, "Ratios within rounds", RATIO_COLUMNS, rows, num_left=1)
-    console.print(verdict(report))
-
-
-def verdict(report: ProxyReport) -> str:
-    if not ratio_rows(report):
-        return "No verdict: it takes ours and a router."
-    found = report.shortfalls()
-    if not found:
-        return "Ours is below both routers in every row, and no stream was treated badly."
-    return "\n".join(["Ours is NOT below both routers everywhere:", *(f"- {e}" for e in found)])
-
-
-def write_report(report: ProxyReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(asdict(report), indent=1)
-    (folder / "proxy.json").write_text(document + "\n", encoding="utf-8")
-    (folder / "proxy.md").write_text(_markdown(report), encoding="utf-8")
-
-
-def _markdown(report: ProxyReport) -> str:
-    num_rounds = max(each.round for each in report.samples)
-    reading = (
-        f"Stub workers make a token per stream every {report.tick_ms:g} ms, the first one "
-        f"{report.prefill_ms:g} ms after its request. Medians of {num_rounds} rounds in which the "
-        "proxies took turns. *CPU*: of all the proxy's processes per relayed token, requests "
-        "included. *Travel*: from the worker's making a token to the client's reading it; "
-        "*first*: from a request to its first token; both in ms. *Bad*: streams with lost "
-        "tokens, cut, refused or late, in all rounds."
-    )
-    lines = [
-        "# What a proxy costs",
-        "",
-        f"Made by `{report.command}` on {report.machine}, at commit {report.commit}.",
-        "",
-        reading,
-        "",
-        *(f"- {name}: {note}" for name, note in report.notes.items()),
-    ]
-    for title, cells in groups_of(report).items():
-        lines += ["", f"## {title}", "", *_table(COLUMNS, rows_of(report, cells), num_left=2)]
-    if rows := ratio_rows(report):
-        lines += ["", "## Ratios within rounds", "", "Median (least to most).", ""]
-        lines += _table(RATIO_COLUMNS, rows, num_left=1)
-    lines += ["", verdict(report), "", "![CPU, travel and time to the first token](proxy.png)"]
-    return "\n".join(lines) + "\n"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
-    return [
-        f"| {' | '.join(columns)} |",
-        "|" + "---|" * num_left + "---:|" * (len(columns) - num_left),
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-
-
-def _print_table(
-    console: Console,
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    num_left: int,
-) -> None:
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False)
-    for index, column in enumerate(columns):
-        is_left = index < num_left
-        table.add_column(column, justify="left" if is_left else "right", no_wrap=is_left)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+def stream_rows(report: ProxyReport) -> list[tuple[str, ...]]:
+    """What became of each contender's streams, in all loads together."""
+    kinds = ("complete", "short", "cut", "refused", "late")
+    rows = []
+    for name in report.notes:
+        own = [each for each in report.samples if each.proxy == name]
+        rows.append((name, *(f"{sum(getattr(each, kind) for each in own):,}" for kind in kinds)))
+    return rows
 
 
 def _times(ratio: Spread) -> str:
-    return f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.most:.2f})"
+    return f"{ratio.median:.2f} ({ratio.least:.2f}–{ratio.most:.2f})"

@@ -142,12 +142,13 @@ class HttpWorker(asyncio.Protocol):
             self._answer(request)
 
     def _answer(self, request: bytes) -> None:
+        edges = request[:2000] + request[-600:]  # not through the prompt, which may be long
         if not request.startswith(b"POST"):
             self._transport.write(_document(_ABOUT))
-        elif not self._is_decode and not _STREAM.search(request):
+        elif not self._is_decode and not _STREAM.search(edges):
             self._transport.write(_document(_PREFILLED))
         else:
-            num_tokens = _MAX_TOKENS.search(request)
+            num_tokens = _MAX_TOKENS.search(edges)
             self._num_left = int(num_tokens[1]) if num_tokens and self._is_decode else 1
             self._transport.write(_STREAM_HEAD)
             if self._is_decode:

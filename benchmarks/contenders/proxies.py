@@ -14,10 +14,11 @@ ROOM = "8192"  # requests at once
 
 @dataclass(frozen=True, slots=True)
 class StubPorts:
-    """Where the stub workers listen, each a pair: prefill, decode."""
+    """Where the stub workers listen, each a pair: prefill, decode. One process has them all."""
 
     http: tuple[int, int]
     link: tuple[int, int]
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ told_decoder: Decoder[Told] = Decoder(Told, bytes_max=FROM_WORKER_BYTES_MAX, as_
 _behind_decoder: Decoder[ToldBehindTokens] = Decoder(
     ToldBehindTokens, bytes_max=FROM_WORKER_BYTES_MAX, as_json=False
 )
-_NOTHING_BEHIND = (b"\x90", b"\x90\xc0")  # no events; no status, or none said
+# By the frame's first byte, an array of two or of three: no events; no status, or none said.
+_NOTHING_BEHIND = {0x92: b"\x90", 0x93: b"\x90\xc0"}
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -118,7 +119,7 @@ def behind_tokens(payload: memoryview, at: int) -> ToldBehindTokens | None:
     RemoteProtocolError: it is not that.
     """
     rest = bytes(payload[at:])
-    if rest in _NOTHING_BEHIND:
+    if rest == _NOTHING_BEHIND.get(payload[0]):
         return None
     # An array of one element less than the frame's, whose first byte says how many it has.
     return _behind_decoder.decode(bytes((payload[0] - 1,)) + rest)

@@ -89,10 +89,10 @@ class LegLinkServer:
         """The frame that says that this worker lives, and how it is."""
         try:
             status = self._status()
+            return _ALIVE if status is None else bytes(encode_frame(Told([], [], status)))
         except Exception as error:  # a bug, and no reason to fall silent: proxies ask, and see it
             _log.warning("status_failed", raised=type(error).__name__)
             return _ALIVE
-        return _ALIVE if status is None else bytes(encode_frame(Told([], [], status)))
 
     def joined(self, link: "WorkerLegLink") -> None:
         """A link begins."""

@@ -142,7 +142,9 @@ async def listening(worker: Worker, host: str, port: int) -> AsyncIterator[int]:
             links.close()
             await answers.ended()
     finally:
+        worker.on_state = lambda: None  # these links are nobody's any more
         telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
         await runner.cleanup()
 
 

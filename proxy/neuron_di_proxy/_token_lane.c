@@ -9,7 +9,8 @@
  * Promise: bytes keep their order. While bytes of this client may wait in its transport
  * (`is_blocked`), all that follow go there, too.
  *
- * Every call that may run Python is marked so: after it, lanes and outlets may be closed. The GIL
+ * Every call that may run Python is marked so: after it, lanes and outlets may be closed. Whatever
+ * makes a Python object may run a finalizer, too; nothing borrowed is held across it. The GIL
  * is held all the time; MSG_DONTWAIT means that nothing waits meanwhile.
  */
 #define PY_SSIZE_T_CLEAN
@@ -31,6 +32,7 @@ _Static_assert(sizeof(size_t) == 8, "a text's escaped size is added up without a
 /* Attributes' names. Strings made anew at each use would fill Python's cache of attributes. */
 static PyObject *name_write, *name_get_write_buffer_size, *name_last_token_s;
 static PyObject *name_bounds, *name_counts, *name_sums;
+static PyObject *name_hear_tokens, *name_frames_came, *name_is_closing;
 
 /* Outlet: a connection's way out. */
 
@@ -48,6 +50,25 @@ static void outlet_forget(Outlet *self)
     Py_CLEAR(self->transport);
 }
 
+/* Whether a transport that bytes were given to has sent them all. One that is closing drops what it
+ * is given, and its buffer is soon empty: then nothing may follow. -1: an exception. Runs Python. */
+static int has_sent_all(PyObject *transport)
+{
+    PyObject *size = PyObject_CallMethodNoArgs(transport, name_get_write_buffer_size);
+    if (size == NULL)
+        return -1;
+    Py_ssize_t num_waiting = PyLong_AsSsize_t(size);
+    Py_DECREF(size);
+    if (num_waiting != 0)
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *closing = PyObject_CallMethodNoArgs(transport, name_is_closing);
+    if (closing == NULL)
+        return -1;
+    int is_closing = PyObject_IsTrue(closing);
+    Py_DECREF(closing);
+    return is_closing < 0 ? -1 : !is_closing;
+}
+
 /* Whether the next bytes may go to the socket directly. -1: an exception. May run Python. */
 static int outlet_is_free(Outlet *self)
 {
@@ -56,17 +77,12 @@ static int outlet_is_free(Outlet *self)
     if (!self->is_blocked)
         return 1;
     PyObject *transport = Py_NewRef(self->transport); /* there: fd is -1 where it is not */
-    PyObject *size = PyObject_CallMethodNoArgs(transport, name_get_write_buffer_size);
+    int is_free = has_sent_all(transport);
     Py_DECREF(transport);
-    if (size == NULL)
-        return -1;
-    Py_ssize_t num_waiting = PyLong_AsSsize_t(size);
-    Py_DECREF(size);
-    if (num_waiting == -1 && PyErr_Occurred())
-        return -1;
-    if (num_waiting == 0)
-        self->is_blocked = 0;
-    return num_waiting == 0 && self->fd >= 0;
+    if (is_free <= 0)
+        return is_free;
+    self->is_blocked = 0;
+    return self->fd >= 0;
 }
 
 /* Sends what the socket takes at once, and says how many bytes that were. Whatever error there
@@ -644,9 +660,10 @@ static bool read_token(Reader *reader, Token *token)
 static bool read_tokens(Reader *reader, Token **tokens, size_t *num_tokens)
 {
     enum { TOKEN_BYTES_MIN = 5 };
-    uint64_t num_fields, num;
+    unsigned char head; /* an array of two or three; other ways to write that are not known here */
+    uint64_t num;
     *tokens = NULL;
-    if (!read_array_size(reader, &num_fields) || num_fields < 2 || num_fields > 3 ||
+    if (!read_byte(reader, &head) || (head != 0x92 && head != 0x93) ||
         !read_array_size(reader, &num) ||
         num > (uint64_t)(reader->end - reader->at) / TOKEN_BYTES_MIN)
         return false;
@@ -701,6 +718,8 @@ static int append_failure(PyObject *failures, const Token *token, Lane *lane)
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
     lane_forget(lane);
     PyObject *item = Py_BuildValue("(KO)", (unsigned long long)token->number, error);
     Py_XDECREF(type);
@@ -721,10 +740,10 @@ static int relay_token(const Token *token, PyObject *lanes, PyObject *now, PyObj
     if (lane == NULL)
         return PyErr_Occurred() ? -1 : append_token(others, token);
     int rc = lane_take_token(lane, token, now);
-    if (rc < 0)
+    if (rc < 0 && PyErr_ExceptionMatches(PyExc_Exception))
         rc = append_failure(failures, token, lane);
     Py_DECREF(lane);
-    return rc;
+    return rc; /* -1 for an exit or an interrupt, too */
 }
 
 /* Relays all tokens. Returns (others, where the events begin, failures). */
@@ -774,7 +793,7 @@ static PyObject *relay_told(PyObject *Py_UNUSED(module), PyObject *const *args, 
     return result;
 }
 
-/* Whether there is an open lane that waits for each of these tokens, none of them twice. */
+/* Whether there is an open lane that waits for each of these tokens. */
 static int all_are_due(const Token *tokens, size_t num, PyObject *lanes)
 {
     for (size_t i = 0; i < num; i++) {
@@ -793,48 +812,156 @@ static int all_are_due(const Token *tokens, size_t num, PyObject *lanes)
     return 1;
 }
 
-/* As relay_told, for bytes that came at once, if they are one whole frame with nothing in it but
- * tokens that lanes wait for. A token whose leg has another one before it in the frame is found
- * not due, and the frame is left to relay_told. */
-static PyObject *relay_frame(PyObject *Py_UNUSED(module), PyObject *const *args,
-                             Py_ssize_t num_args)
+/* Reads bytes that came at once, if they are one whole frame with nothing in it but tokens that
+ * lanes wait for. A frame with two tokens of a leg is not: the second is not due yet. 0: they are
+ * not that. -1: an exception. The tokens are to be freed. */
+static int read_plain_frame(const unsigned char *data, size_t size, PyObject *lanes,
+                            Token **tokens, size_t *num_tokens)
 {
     enum { LENGTH_BYTES = 4 };
-    if (num_args != 3 || !PyBytes_Check(args[0]) || !PyDict_Check(args[1]) ||
-        !PyFloat_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "relay_frame(data: bytes, lanes: dict, now_s: float)");
-        return NULL;
-    }
-    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[0]);
-    size_t size = (size_t)PyBytes_GET_SIZE(args[0]);
     Reader reader = {data, data + size};
     uint64_t length;
-    if (!read_big_endian(&reader, LENGTH_BYTES, &length) || length != size - LENGTH_BYTES)
-        Py_RETURN_NONE;
-    Token *tokens = NULL;
-    size_t num_tokens;
-    PyObject *result = NULL;
-    int is_plain = read_tokens(&reader, &tokens, &num_tokens);
-    if (is_plain) { /* behind the tokens: no events, and no status or none said */
-        size_t num_behind = (size_t)(reader.end - reader.at);
-        is_plain = reader.at[0] == 0x90 &&
-                   (num_behind == 1 || (num_behind == 2 && reader.at[1] == 0xc0));
-    }
-    if (is_plain)
-        is_plain = all_are_due(tokens, num_tokens, args[1]);
-    if (is_plain == 0) {
-        result = Py_NewRef(Py_None);
-    } else if (is_plain > 0) {
-        result = relay_tokens(tokens, num_tokens, args[1], args[2], (Py_ssize_t)size);
-    }
-    PyMem_Free(tokens);
-    return result;
+    *tokens = NULL;
+    if (!read_big_endian(&reader, LENGTH_BYTES, &length) || length != size - LENGTH_BYTES ||
+        !read_tokens(&reader, tokens, num_tokens))
+        return 0;
+    /* Behind the tokens: no events; in an array of three, no status. */
+    size_t num_behind = (size_t)(reader.end - reader.at);
+    bool has_status = data[LENGTH_BYTES] == 0x93;
+    if (num_behind != 1u + has_status || reader.at[0] != 0x90 ||
+        (has_status && reader.at[1] != 0xc0))
+        return 0;
+    return all_are_due(*tokens, *num_tokens, lanes);
 }
 
+/* LinkReader: the base of a link's protocol, to whom its transport gives what comes. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *lanes; /* a dict: leg number to Lane */
+    PyObject *now_s; /* a function */
+    int num_silent;
+    char has_partial; /* some of a frame has come, and is kept elsewhere */
+} LinkReader;
+
+/* Gives what no lane took to the protocol. */
+static PyObject *reader_hear_rest(LinkReader *self, PyObject *relayed)
+{
+    if (relayed == NULL)
+        return NULL;
+    PyObject *others = PyTuple_GET_ITEM(relayed, 0), *failures = PyTuple_GET_ITEM(relayed, 2);
+    PyObject *done = NULL;
+    if (PyList_GET_SIZE(others) == 0 && PyList_GET_SIZE(failures) == 0)
+        done = Py_NewRef(Py_None);
+    else
+        done = PyObject_CallMethodObjArgs((PyObject *)self, name_hear_tokens, others, failures,
+                                          NULL);
+    Py_DECREF(relayed);
+    return done;
+}
+
+static PyObject *reader_data_received(LinkReader *self, PyObject *data)
+{
+    self->num_silent = 0;
+    Token *tokens = NULL;
+    size_t num_tokens;
+    int is_plain = 0;
+    if (PyBytes_CheckExact(data) && !self->has_partial)
+        is_plain = read_plain_frame((const unsigned char *)PyBytes_AS_STRING(data),
+                                    (size_t)PyBytes_GET_SIZE(data), self->lanes, &tokens,
+                                    &num_tokens);
+    PyObject *done = NULL;
+    if (is_plain > 0) {
+        PyObject *now = PyObject_CallNoArgs(self->now_s);
+        if (now != NULL && PyFloat_Check(now))
+            done = reader_hear_rest(
+                self, relay_tokens(tokens, num_tokens, self->lanes, now, PyBytes_GET_SIZE(data)));
+        else if (now != NULL)
+            PyErr_SetString(PyExc_TypeError, "now_s must return a float");
+        Py_XDECREF(now);
+    } else if (is_plain == 0) {
+        done = PyObject_CallMethodOneArg((PyObject *)self, name_frames_came, data);
+    }
+    PyMem_Free(tokens);
+    return done;
+}
+
+static int reader_init(LinkReader *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"now_s", NULL};
+    PyObject *now_s;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:LinkReader", names, &now_s))
+        return -1;
+    Py_XSETREF(self->now_s, Py_NewRef(now_s));
+    return 0;
+}
+
+static PyObject *reader_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
+                            PyObject *Py_UNUSED(kwargs))
+{
+    LinkReader *self = (LinkReader *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->now_s = Py_NewRef(Py_None);
+    self->lanes = PyDict_New();
+    if (self->lanes == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int reader_traverse(LinkReader *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->lanes);
+    Py_VISIT(self->now_s);
+    return 0;
+}
+
+static int reader_clear(LinkReader *self)
+{
+    if (self->lanes != NULL) /* stays a dict as long as there is a reader */
+        PyDict_Clear(self->lanes);
+    return 0;
+}
+
+static void reader_dealloc(LinkReader *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->lanes);
+    Py_CLEAR(self->now_s);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef reader_methods[] = {
+    {"data_received", (PyCFunction)reader_data_received, METH_O,
+     "Relay a frame of plain tokens that lanes wait for; give anything else to `frames_came`."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef reader_members[] = {
+    {"lanes", T_OBJECT_EX, offsetof(LinkReader, lanes), READONLY, "leg number to Lane"},
+    {"num_silent", T_INT, offsetof(LinkReader, num_silent), 0, "0 when anything comes"},
+    {"has_partial", T_BOOL, offsetof(LinkReader, has_partial), 0,
+     "some of a frame has come: what comes next is not the begin of one"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject LinkReaderType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "neuron_di_proxy._token_lane.LinkReader",
+    .tp_doc = "The base of a link's protocol: what its lanes take never comes to Python.",
+    .tp_basicsize = sizeof(LinkReader),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = reader_new,
+    .tp_init = (initproc)reader_init,
+    .tp_dealloc = (destructor)reader_dealloc,
+    .tp_traverse = (traverseproc)reader_traverse,
+    .tp_clear = (inquiry)reader_clear,
+    .tp_methods = reader_methods,
+    .tp_members = reader_members,
+};
+
 static PyMethodDef functions[] = {
-    {"relay_frame", (PyCFunction)(void (*)(void))relay_frame, METH_FASTCALL,
-     "relay_frame(data, lanes, now_s, /)\n--\n\n"
-     "Relay a whole frame if it has nothing but tokens that lanes wait for; None: it has more."},
     {"relay_told", (PyCFunction)(void (*)(void))relay_told, METH_FASTCALL,
      "relay_told(payload, lanes, now_s, /)\n--\n\n"
      "Relay the tokens of a frame's payload that lanes wait for, and return all others."},
@@ -858,6 +985,8 @@ PyMODINIT_FUNC PyInit__token_lane(void)
         {&name_write, "write"},   {&name_get_write_buffer_size, "get_write_buffer_size"},
         {&name_bounds, "bounds"}, {&name_last_token_s, "last_token_s"},
         {&name_counts, "counts"}, {&name_sums, "sums"},
+        {&name_hear_tokens, "hear_tokens"}, {&name_frames_came, "frames_came"},
+        {&name_is_closing, "is_closing"},
     };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
@@ -865,7 +994,8 @@ PyMODINIT_FUNC PyInit__token_lane(void)
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL)
         return NULL;
-    if (PyModule_AddType(module, &OutletType) < 0 || PyModule_AddType(module, &LaneType) < 0) {
+    if (PyModule_AddType(module, &OutletType) < 0 || PyModule_AddType(module, &LaneType) < 0 ||
+        PyModule_AddType(module, &LinkReaderType) < 0) {
         Py_DECREF(module);
         return NULL;
     }

@@ -10,24 +10,24 @@ Next: proxy/neuron_di_proxy/service.py
 
 import asyncio
 from enum import Enum
-from typing import Protocol, cast
+from typing import cast
 
 from neuron_di.clock import now_s
-from neuron_di.config import FrontOptions
 from neuron_di.errors import NeuronDiError, TooLarge
 from neuron_di.obs import get_logger
 from neuron_di_proxy.body_refusal import BodyLate, body_late, body_too_large, check_body_form
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.chunked_body import ChunkedBody
+from neuron_di_proxy.connection_owner import ConnectionOwner
 from neuron_di_proxy.front_sweep import NEVER
 from neuron_di_proxy.half_close import probe_listener
 from neuron_di_proxy.quart_exchange import QuartExchange
 from neuron_di_proxy.refusal import Refusal
 from neuron_di_proxy.request_head import HeadTooLarge, RequestHead, read_head
 from neuron_di_proxy.send_deadline import SendDeadline
-from neuron_di_proxy.service import Exchange, Service
+from neuron_di_proxy.service import Exchange
 from neuron_di_proxy.socket_reply import SocketReply
-from neuron_di_proxy.token_lane import Outlet
+from neuron_di_proxy.token_lane import Outlet, outlet_of
 
 PIPELINED_BYTES_MAX = 64 << 10  # of further requests, while one is answered
 LEAVING_TIMEOUT_S = 2.0  # for a client to read the last response while it still sends
@@ -39,38 +39,6 @@ _log = get_logger(__name__)
 
 class HeadLate(BodyLate):
     """Raised when a client has not sent a request's head in time."""
-
-
-class ConnectionOwner(Protocol):
-    """Who accepts connections."""
-
-    service: Service
-    options: FrontOptions
-    send_timeout_s: float
-    takes_hot: bool
-    is_draining: bool
-
-    def joined(self, connection: "FrontConnection") -> bool:
-        """A connection was made. False: there are too many, and it must end."""
-        ...
-
-    def left(self, connection: "FrontConnection") -> None:
-        """A connection is over."""
-        ...
-
-    def let_answer(self, connection: "FrontConnection") -> None:
-        """Call `begin_answer` of the connection, now or in its turn."""
-        ...
-
-    def hand_over(
-        self, connection: "FrontConnection", transport: asyncio.Transport, received: bytes
-    ) -> None:
-        """Give an HTTP/2 connection and what it has received to hypercorn, for good."""
-        ...
-
-    def open_other(self, head: RequestHead, transport: asyncio.Transport) -> QuartExchange:
-        """Take a request that Quart answers."""
-        ...
 
 
 class _State(Enum):
@@ -115,7 +83,7 @@ class FrontConnection(asyncio.Protocol):
         self._transport = transport = cast("asyncio.Transport", transport)  # uvloop's own class
         tls = transport.get_extra_info("ssl_object")
         self._is_tls = tls is not None
-        self._outlet = Outlet(-1 if self._is_tls else _fd_of(transport), transport)
+        self._outlet = outlet_of(transport)
         if not self._owner.joined(self):
             self._state = _State.GONE
             transport.abort()
@@ -411,9 +379,3 @@ class FrontConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
-
-
-def _fd_of(transport: asyncio.Transport) -> int:
-    """The socket's number, which is the transport's until `connection_lost`; -1: it has none."""
-    sock = transport.get_extra_info("socket")
-    return -1 if sock is None else cast("int", sock.fileno())

@@ -17,9 +17,10 @@ never asked. Once it falls silent, or its link ends, it is asked as if there wer
 silence counts from its last word on. A process that is stopped keeps its link open: it is silent
 there, gives no answer either, and is frozen at the same moment as without a link.
 
-A word cannot lift a suspicion: it may have been on its way before the failure. It counts from the
-moment at which it is read. After this process was stopped that may be long after it was sent, but
-then silence is counted anew in any case (`_forgive`).
+A word cannot lift a suspicion: it may have been on its way before the failure. Nor does an answer
+count that was asked for before the last word: it may be the older of the two. A word counts from
+the moment at which it is read. After this process was stopped that may be long after it was sent,
+but then silence is counted anew in any case (`watch.forgive`).
 
 A directory only discovers: a worker that it drops gets no new requests, and is watched for as
 long as legs are open there.
@@ -27,7 +28,6 @@ long as legs are open there.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -38,21 +38,27 @@ from neuron_di.obs import get_logger
 from neuron_di.types import WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus
 from neuron_di.wire.leg_link import ALIVE_INTERVAL_S
-from neuron_di_proxy.breaker import Breaker
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.route import Directory
 from neuron_di_proxy.ticks import until_tick_s
+from neuron_di_proxy.watch import (
+    LONG_AGO_S,
+    OnLoss,
+    Watch,
+    WorkerHealth,
+    end_rest,
+    forgive,
+    ignore,
+    ring,
+)
+from neuron_di_proxy.watch import Praise as Praise
+from neuron_di_proxy.watch import Watching as Watching
 from neuron_di_proxy.workers import Process, Workers, process_of
 
 ANSWER_MIN_S = 0.25  # a worker gets at least this to answer, however late the question is asked
-LATE_S = 0.5  # an own delay beyond this is not the worker's silence: this process was stopped
 FOLLOW_INTERVAL_S = 1.0  # at most, between two looks at the directory
-LONG_AGO_S = float("-inf")
 SUSPICIOUS = frozenset({"peer_gone", "peer_timeout", "stale_incarnation"})
 
-WorkerHealth = Literal["new", "up", "suspect", "frozen", "down"]
-OnLoss = Callable[[PeerError], None]
-Praise = Callable[[], None]
 # A word of a process, by its record. None: its link has ended.
 OnWord = Callable[[WorkerRecord, WorkerStatus | None], None]
 LastWord = Callable[[WorkerRecord], WorkerStatus | None]
@@ -64,6 +70,9 @@ class TalkingWorkers(Protocol):
 
     def on_word(self, hear: OnWord) -> None:
         """Have each word told to `hear`, on the event loop."""
+
+    def forget(self, record: WorkerRecord) -> None:
+        """Nobody watches this process any more: end its link, unless legs are open there."""
 
 
 @runtime_checkable
@@ -86,36 +95,6 @@ class HealthReport(NamedTuple):
     status: WorkerStatus | None = None  # its last good answer
 
 
-@dataclass(slots=True, eq=False)
-class _Watch:
-    """One process under observation."""
-
-    record: WorkerRecord
-    state: WorkerHealth = "new"
-    reason: str = ""
-    is_draining: bool = False
-    good_s: float = field(default_factory=now_s)  # its last good answer, or when it was first seen
-    status: WorkerStatus | None = None
-    breaker: Breaker = field(default_factory=Breaker)
-    legs: dict["Watching", OnLoss] = field(default_factory=dict)
-    heard_s: float = LONG_AGO_S  # its last word, while its link is open
-    asked_s: float = LONG_AGO_S  # when it was last asked
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # ask now
-    alarm: asyncio.TimerHandle | None = None  # sets `hurry`, while nobody asks
-    task: asyncio.Task[None] | None = None
-    loss: PeerError | None = None  # while frozen or down
-
-    def why_not(self) -> str:
-        """Why it should get no request now; empty when it may."""
-        if self.state in ("suspect", "frozen", "down"):
-            return self.reason
-        if self.is_draining:
-            return f"worker {self.record.worker_id} is shutting down"
-        if not self.breaker.admits():
-            return f"worker {self.record.worker_id} failed too often"
-        return ""
-
-
 class Health:
     """Watches workers while entered. Owned by one event loop."""
 
@@ -125,12 +104,14 @@ class Health:
         self._limits = limits
         # A word that is late leaves the worker at least half of its time to answer a question.
         self._trust_s = min(1.5 * ALIVE_INTERVAL_S, limits.freeze_timeout_s / 2)
-        self._watches: dict[Process, _Watch] = {}
+        self._watches: dict[Process, Watch] = {}
         self._seen: Sequence[WorkerRecord] = ()  # what the directory had at the last look
         self._num_listed = 0  # processes among it
         self._task: asyncio.Task[None] | None = None  # while entered
+        self._talking: TalkingWorkers | None = None
         self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
         if isinstance(workers, TalkingWorkers):
+            self._talking = workers
             workers.on_word(self.note_word)
         if isinstance(directory, AskingDirectory):
             directory.ask_first(self.last_word)
@@ -152,7 +133,7 @@ class Health:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         for watch in self._watches.values():
-            _end_rest(watch)
+            end_rest(watch)
 
     def is_usable(self, record: WorkerRecord) -> bool:
         """True when a request may be given to this process now."""
@@ -167,7 +148,7 @@ class Health:
         """Every worker of the directory, in its order."""
         reports = []
         for record in self._directory.workers():
-            watch = self._watches.get(process_of(record), _Watch(record))
+            watch = self._watches.get(process_of(record), Watch(record))
             state: WorkerHealth | Literal["draining", "broken"] = watch.state
             if state in ("new", "up") and watch.is_draining:
                 state = "draining"
@@ -176,7 +157,7 @@ class Health:
             reports.append(HealthReport(record, state, watch.why_not(), watch.status))
         return reports
 
-    def watching(self, record: WorkerRecord, on_loss: OnLoss) -> "Watching":
+    def watching(self, record: WorkerRecord, on_loss: OnLoss) -> Watching:
         """Watch a process for a leg, for as long as a `with` block of this runs.
 
         `on_loss` is called once, when the process is found to be gone or frozen, perhaps at once.
@@ -197,17 +178,22 @@ class Health:
         if failure_of(error).code in SUSPICIOUS:
             if watch.state in ("new", "up"):
                 self._become(watch, "suspect", error.message)
+            watch.heard_s = LONG_AGO_S
             watch.hurry.set()
 
     def note_word(self, record: WorkerRecord, status: WorkerStatus | None) -> None:
         """A process said by its link how it is, or its link ended (None)."""
         watch = self._watches.get(process_of(record))
-        if watch is None or watch.state != "up":
+        if watch is None:
+            if status is not None:  # legs that nobody watches had kept this link
+                self._forget(record)
             return
-        if status is None:
+        if status is None:  # in any state: what is heard of a link must not outlive it
             watch.heard_s = LONG_AGO_S
-        else:
-            watch.heard_s = now_s()
+        if watch.state != "up":
+            return
+        if status is not None:
+            watch.heard_s = watch.told_s = now_s()
             self._hear(watch, status)
         if watch.alarm is not None:
             self._rest(watch)
@@ -255,9 +241,7 @@ class Health:
         records = self._directory.workers()
         if records is self._seen and len(self._watches) == self._num_listed:
             return  # as a rule
-        self._seen = records
         listed = {process_of(record): record for record in records}
-        self._num_listed = len(listed)
         for record in listed.values():
             self._watch_of(record).record = record
         for process, watch in list(self._watches.items()):
@@ -265,17 +249,24 @@ class Health:
                 del self._watches[process]
                 if watch.task is not None:
                     watch.task.cancel()
-                _end_rest(watch)
+                end_rest(watch)
+                self._forget(watch.record)
+        # Last: after a failure the next look must do it all again.
+        self._seen, self._num_listed = records, len(listed)
 
-    def _watch_of(self, record: WorkerRecord) -> _Watch:
+    def _forget(self, record: WorkerRecord) -> None:
+        if self._talking is not None:
+            self._talking.forget(record)
+
+    def _watch_of(self, record: WorkerRecord) -> Watch:
         watch = self._watches.get(process_of(record))
         if watch is None:
-            watch = self._watches[process_of(record)] = _Watch(record)
+            watch = self._watches[process_of(record)] = Watch(record)
             if self._task is not None:
                 watch.task = asyncio.create_task(self._probe_often(watch))
         return watch
 
-    async def _probe_often(self, watch: _Watch) -> None:
+    async def _probe_often(self, watch: Watch) -> None:
         while True:
             watch.hurry.clear()
             try:
@@ -285,33 +276,35 @@ class Health:
             watch.asked_s = now_s()
             self._rest(watch)
             await watch.hurry.wait()
-            _end_rest(watch)
+            end_rest(watch)
 
-    def _rest(self, watch: _Watch) -> None:
+    def _rest(self, watch: Watch) -> None:
         """Do not ask before this time is over, unless there is a hurry."""
         due_s = watch.asked_s + self._limits.probe_interval_s
         if watch.state == "up":
             due_s = max(due_s, watch.heard_s + self._trust_s)
         now = now_s()
         due_s = max(due_s, now)
-        _end_rest(watch)
+        end_rest(watch)
         loop = asyncio.get_running_loop()
-        watch.alarm = loop.call_later(due_s - now, _ring, watch, due_s)
+        watch.alarm = loop.call_later(due_s - now, ring, watch, due_s)
 
-    async def _probe(self, watch: _Watch) -> None:
+    async def _probe(self, watch: Watch) -> None:
         """Ask once, or twice where nobody is there, and conclude."""
+        asked_s = now_s()
         answer = await self._ask(watch)
         if isinstance(answer, PeerGone):
             answer = await self._ask(watch)
         if isinstance(answer, WorkerStatus):
-            self._hear(watch, answer)
+            if watch.told_s <= asked_s:  # otherwise it may be older than what the link said
+                self._hear(watch, answer)
         elif isinstance(answer, PeerGone):
             self._lose(watch, "down", answer)
         elif now_s() >= watch.good_s + self._limits.freeze_timeout_s - 1e-3:
             words = f"worker {watch.record.worker_id} gives no answer ({answer.message})"
             self._lose(watch, "frozen", PeerTimeout(words))
 
-    async def _ask(self, watch: _Watch) -> WorkerStatus | PeerError:
+    async def _ask(self, watch: Watch) -> WorkerStatus | PeerError:
         """Ask once. A worker that is not lost yet gets until its silence is too long."""
         asked_s = now_s()
         wait_s = self._limits.freeze_timeout_s
@@ -321,13 +314,13 @@ class Health:
             async with asyncio.timeout(wait_s):
                 return await self._workers.status(watch.record, wait_s)
         except PeerError as error:
-            _forgive(watch, now_s() - asked_s - wait_s)
+            forgive(watch, now_s() - asked_s - wait_s)
             return error
         except TimeoutError:
-            _forgive(watch, now_s() - asked_s - wait_s)
+            forgive(watch, now_s() - asked_s - wait_s)
             return PeerTimeout(f"worker {watch.record.worker_id} is silent")
 
-    def _hear(self, watch: _Watch, status: WorkerStatus) -> None:
+    def _hear(self, watch: Watch, status: WorkerStatus) -> None:
         worker_id = watch.record.worker_id
         if status.record.incarnation != watch.record.incarnation:
             self._lose(watch, "down", PeerGone(f"worker {worker_id} is another process now"))
@@ -342,15 +335,16 @@ class Health:
                 watch.is_draining = is_draining
                 self._become(watch, "up", "")
 
-    def _lose(self, watch: _Watch, state: WorkerHealth, error: PeerError) -> None:
+    def _lose(self, watch: Watch, state: WorkerHealth, error: PeerError) -> None:
         watch.loss = error
+        watch.heard_s = LONG_AGO_S
         if watch.state != state:
             self._become(watch, state, error.message)
         for on_loss in list(watch.legs.values()):
             on_loss(error)
-        watch.legs = dict.fromkeys(watch.legs, _ignore)
+        watch.legs = dict.fromkeys(watch.legs, ignore)
 
-    def _become(self, watch: _Watch, state: WorkerHealth, reason: str) -> None:
+    def _become(self, watch: Watch, state: WorkerHealth, reason: str) -> None:
         worker_id: WorkerId = watch.record.worker_id
         if state == "up":
             _log.info("worker_up", worker=worker_id, before=watch.state)
@@ -359,58 +353,3 @@ class Health:
         watch.state, watch.reason = state, reason
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class Watching:
-    """A leg at a process under observation. Made by `Health.watching`."""
-
-    __slots__ = ("_on_loss", "_request", "_watch", "praise")
-
-    def __init__(self, watch: _Watch, on_loss: OnLoss) -> None:
-        self._watch = watch
-        self._on_loss = on_loss
-        self._request = watch.breaker.request()
-        self.praise: Praise = self._request.succeed
-
-    def __enter__(self) -> Praise:
-        self.begin()
-        return self.praise
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def begin(self) -> None:
-        """Watch from now on until `end`."""
-        self._request.begin()
-        watch = self._watch
-        is_lost = watch.loss is not None
-        watch.legs[self] = _ignore if is_lost else self._on_loss
-        if watch.loss is not None:
-            self._on_loss(watch.loss)
-
-    def end(self) -> None:
-        """Watch no more."""
-        self._watch.legs.pop(self, None)
-        self._request.end()
-
-
-def _forgive(watch: _Watch, late_s: float) -> None:
-    """Do not count as silence what was our own delay: while stopped we hear nobody."""
-    if late_s > LATE_S:
-        watch.good_s = now_s()
-
-
-def _ring(watch: _Watch, due_s: float) -> None:
-    watch.alarm = None
-    _forgive(watch, now_s() - due_s)
-    watch.hurry.set()
-
-
-def _end_rest(watch: _Watch) -> None:
-    if watch.alarm is not None:
-        watch.alarm.cancel()
-        watch.alarm = None
-
-
-def _ignore(_: PeerError) -> None:
-    """What a leg that was told of its loss does with further news."""

@@ -18,7 +18,9 @@ from neuron_di.errors import BadRequest
 
 FIELDS_MAX = 256  # of one request
 NAME_CHARS_MAX = 64  # of a client's name that an error repeats
-_AT_ONCE_BYTES_MAX = 64 << 10  # of a body whose names are looked at when all of them are read
+# Of a body whose names are looked at only when all of them are read. That saves about as much at
+# any size, but a body of nothing but names costs in proportion to it: 0.3 ms at 4 KiB, 4 at 64.
+_AT_ONCE_BYTES_MAX = 4 << 10
 
 # One of a surrogate pair's two escapes, without the other.
 _HALF_SURROGATE = re.compile(

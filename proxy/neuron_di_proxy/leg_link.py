@@ -22,7 +22,7 @@ from neuron_di.errors import (
     PeerTimeout,
     RemoteProtocolError,
 )
-from neuron_di.types import WorkerId
+from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import Failed, Finished, Released, Token, WorkerRecord, WorkerStatus
 from neuron_di.wire.leg_link import (
     ALIVE_INTERVAL_S,
@@ -41,7 +41,7 @@ from neuron_di.wire.leg_link import (
     told_decoder,
 )
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.token_lane import IS_COMPILED, Lane, relay_frame, relay_told
+from neuron_di_proxy.token_lane import IS_COMPILED, Lane, LinkReader, relay_told
 from neuron_di_proxy.workers import Hear
 
 # Prompts that a worker has not taken yet. One that reads nothing is given no more.
@@ -54,7 +54,7 @@ _ALIVE = bytes(encode_frame(ProxyAlive()))
 _LAST_WORDS = (Failed, Finished, Released)
 
 
-class LegLink(asyncio.Protocol):
+class LegLink(LinkReader, asyncio.Protocol):
     """One connection. Made and used on the event loop; `on_end` is called once, when it is over.
 
     When it ends, for whatever reason, each of its legs hears the reason as its last word.
@@ -67,23 +67,28 @@ class LegLink(asyncio.Protocol):
         on_end: Callable[["LegLink"], None],
         on_status: Callable[[WorkerStatus], None] | None = None,
     ) -> None:
+        super().__init__(now_s)
         self._has_ended = False
         self._worker_id: WorkerId = record.worker_id
+        self._incarnation: Incarnation = record.incarnation
         self._limits = limits
         self._on_end = on_end
         self._on_status = on_status
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._hears: dict[int, Hear] = {}
-        self._lanes: dict[int, Lane] = {}
         self._num_opened = 0
         self._unsent: dict[int, bytearray] = {}  # frames of legs, until `_send`
         self._frames = FrameReader(FROM_WORKER_BYTES_MAX)
         self._watching: asyncio.TimerHandle | None = None
         # Rarer than the worker's words: who is idle is to sleep. `Health` notices silence earlier.
         self._watch_interval_s = min(2.5 * ALIVE_INTERVAL_S, limits.idle_timeout_s / 6)
-        self._num_silent = 0  # looks in a row at which nothing had come
         self._connecting = self._loop.create_task(self._connect(record.host, record.api_port))
+
+    @property
+    def has_legs(self) -> bool:
+        """Whether a leg is open here, sent or not."""
+        return bool(self._hears)
 
     def open(self, kind: LegKind, document: bytes, hear: Hear) -> int:
         """Send a leg, once this turn of the loop is over and there is a connection.
@@ -107,11 +112,11 @@ class LegLink(asyncio.Protocol):
     def relay(self, number: int, lane: Lane) -> None:
         """As `workers.Leg.relay`, for a leg of this link."""
         if number in self._hears:
-            self._lanes[number] = lane
+            self.lanes[number] = lane
 
     def close_leg(self, number: int) -> None:
         """Take a leg back, unless it is over: nothing is heard of it from now on."""
-        self._lanes.pop(number, None)
+        self.lanes.pop(number, None)
         if self._hears.pop(number, None) is None or self._unsent.pop(number, None) is not None:
             return
         if self._transport is not None:
@@ -129,7 +134,7 @@ class LegLink(asyncio.Protocol):
             self._transport.abort()
         self._on_end(self)
         self._unsent.clear()
-        self._lanes.clear()
+        self.lanes.clear()
         while self._hears:  # one that hears it may close others
             _, hear = self._hears.popitem()
             hear(error)
@@ -147,20 +152,14 @@ class LegLink(asyncio.Protocol):
         self._send()
         self._watching = self._loop.call_later(self._watch_interval_s, self._watch)
 
-    def data_received(self, data: bytes) -> None:
+    def frames_came(self, data: bytes) -> None:
+        """All that comes, but for what `LinkReader.data_received` relayed."""
         if self._has_ended:
             return
-        self._num_silent = 0
-        if IS_COMPILED and not self._frames.partial:
-            relayed = relay_frame(data, self._lanes, now_s())
-            if relayed is not None:
-                tokens, _, failures = relayed
-                if tokens or failures:  # a lane was closed meanwhile, or failed
-                    self._hear_tokens(tokens, failures)
-                return
         try:
             for payload in self._frames.feed(data):
                 self._hear(payload)
+            self.has_partial = bool(self._frames.partial)
         except RemoteProtocolError as error:
             text = f"worker {self._worker_id} cannot be understood: {error.message}"
             self.end(RemoteProtocolError(text))
@@ -170,21 +169,21 @@ class LegLink(asyncio.Protocol):
         self.end(PeerGone(f"worker {self._worker_id} hung up{reason}"))
 
     def _hear(self, payload: memoryview) -> None:
-        relayed = relay_told(payload, self._lanes, now_s()) if IS_COMPILED else None
+        relayed = relay_told(payload, self.lanes, now_s()) if IS_COMPILED else None
         more: Told | ToldBehindTokens | None
         if relayed is None:
             more = told_decoder.decode(payload)
-            self._hear_tokens(more.tokens)
+            self.hear_tokens(more.tokens)
         else:
             tokens, at, failures = relayed
             more = behind_tokens(payload, at)
-            self._hear_tokens(tokens, failures)
+            self.hear_tokens(tokens, failures)
         if more is None:
             return
         hears = self._hears
         for number, event in more.events:
             if isinstance(event, _LAST_WORDS):
-                self._lanes.pop(number, None)
+                self.lanes.pop(number, None)
                 if (hear := hears.pop(number, None)) is not None:
                     hear(LegFailed(event) if isinstance(event, Failed) else event)
             elif (hear := hears.get(number)) is not None:
@@ -193,10 +192,14 @@ class LegLink(asyncio.Protocol):
             self._hear_status(more.status)
 
     def _hear_status(self, status: WorkerStatus) -> None:
+        if self._has_ended:  # by a word before it in the same bytes
+            return
         if self._on_status is not None:
             self._on_status(status)
+        if status.record.incarnation != self._incarnation:
+            self.end(PeerGone(f"worker {self._worker_id} is another process now"))
 
-    def _hear_tokens(
+    def hear_tokens(
         self, tokens: Sequence[PlainToken], failures: Sequence[tuple[int, Exception]] = ()
     ) -> None:
         """Deal with tokens that no lane took, and with lanes that failed."""
@@ -223,8 +226,8 @@ class LegLink(asyncio.Protocol):
         Silence is counted in looks, not by the clock: if it was us who stood still, what came
         meanwhile is read before the next look.
         """
-        self._num_silent += 1
-        if self._num_silent * self._watch_interval_s > self._limits.idle_timeout_s:
+        self.num_silent += 1
+        if self.num_silent * self._watch_interval_s > self._limits.idle_timeout_s:
             self.end(PeerTimeout(f"worker {self._worker_id} did not answer in time"))
             return
         if self._transport is not None and self._transport.get_write_buffer_size() == 0:

@@ -4,7 +4,8 @@ What a proxy before us could take for another message is refused: bare line ends
 length beside a transfer coding, codings we do not undo.
 
 A client sends the same head again and again, but for a few values. So what was read of a head is
-kept without those values, and a head that differs in nothing else is not taken apart again.
+kept without those values, and a head that differs in nothing else is not taken apart again. A head
+with a key in any other place than those values is not kept.
 """
 
 import re
@@ -19,12 +20,15 @@ HEADERS_MAX = 100
 KNOWN_MAX = 64  # heads that are kept
 KNOWN_BYTES_MAX = 1024  # of one of them, its values included
 
-# Headers whose values differ between a client's requests, or are secret. What is found here is
-# passed on by the parser as it is, whatever it says; a length is looked at again.
+# Headers whose values differ between a client's requests, written in the usual way: other ways
+# are read too, but stay part of what is kept. What is found here is passed on by the parser as it
+# is, whatever it says; a length is looked at again.
 _CHANGING = re.compile(
     rb"\n([Cc]ontent-[Ll]ength|[Aa]uthorization|[Xx]-[Rr]equest-[Ii][Dd]|[Tt]raceparent)"
     rb": ([!-~]+(?: [!-~]+)?)\r"
 )
+# Headers whose values are secret. A head is kept only when they were cut out of it.
+_SECRET = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"})
 _ONCE = ("host", "content-length", "transfer-encoding", "authorization", "x-request-id")
 _LENGTH_DIGITS_MAX = 18
 _VERSIONS: dict[str, Literal["1.0", "1.1"]] = {"1.0": "1.0", "1.1": "1.1"}
@@ -116,6 +120,8 @@ def _keep(key: tuple[bytes, ...], values: Sequence[bytes], head: RequestHead) ->
         headers.get(name) != value.decode() for name, value in zip(changing, values, strict=True)
     ):
         return
+    if not _SECRET.isdisjoint(headers.keys() - set(changing)) or b"?" in key[0]:
+        return  # a query may be anything, also a key
     if len(_known) >= KNOWN_MAX:
         del _known[next(iter(_known))]
     without = head._replace(headers=headers | dict.fromkeys(changing, ""))

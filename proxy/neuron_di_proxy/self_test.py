@@ -2,8 +2,8 @@
 
 A test is a real request of two tokens: prefill computes the first, decode the second from KV
 that was moved and verified. A pair that failed is not used while another works, is shown by
-`GET /health`, and is tried again after a while. So is, at once, a pair of which one accused the
-other while it served a request. Pairs are tested one at a time.
+`GET /health`, and is tried again after a while. A pair of which one accused the other while it
+served a request is tested at the next look for pairs that are due. Pairs are tested one at a time.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class PairBook:
             self._failed.discard(pair)
 
     def doubt(self, prefill: WorkerRecord, decode: WorkerRecord) -> None:
-        """Have the pair tested at once. Until then it is taken to be what it was."""
+        """Have the pair tested at the next look. Until then it is taken to be what it was."""
         self._doubted.add((process_of(prefill), process_of(decode)))
 
     def is_doubted(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:

@@ -82,7 +82,8 @@ class WorkerClient:
     """The proxy's connections to all workers. An async context manager; one per process.
 
     A worker's link is made when it answered how it is, or when its first leg is opened, and stays
-    until one side ends: the worker's process, the client, or a silence of `idle_timeout_s`.
+    until one side ends: the worker's process, the client, or a silence of `idle_timeout_s`; or
+    until nobody watches the worker and no leg is open there.
     """
 
     def __init__(self, limits: LimitOptions) -> None:
@@ -119,11 +120,17 @@ class WorkerClient:
         """Tell `hear` what workers say of themselves by their links, and which links have ended."""
         self._on_word = hear
 
+    def forget(self, record: WorkerRecord) -> None:
+        """End the link to a process that nobody watches any more, unless legs are open there."""
+        link = self._links.get(_place_of(record))
+        if link is not None and not link.has_legs:
+            link.end(PeerGone(f"worker {record.worker_id} is watched no more"))
+
     def _link_to(self, record: WorkerRecord) -> LegLink | None:
         """The link to a worker's process, made if need be. None once the client is closed."""
         if self._is_closed:
             return None
-        place = (record.host, record.api_port, record.incarnation)
+        place = _place_of(record)
         link = self._links.get(place)
         if link is None:
             link = LegLink(
@@ -190,6 +197,10 @@ class WorkerClient:
                                 f"worker {record.worker_id} answers with too many bytes"
                             )
         return response.status, bytes(body)
+
+
+def _place_of(record: WorkerRecord) -> _Place:
+    return record.host, record.api_port, record.incarnation
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 import pytest
 
 from benchmarks.overload import Load, Outcome, row_of, verdict
+from benchmarks.overload_plot import plot_overload
 
 
 def load_of(times, num_good, *, late=0, refused=0, lost=0):
@@ -29,3 +30,15 @@ def test_goodput_is_what_came_in_time():
 def test_the_promise_is_kept_or_not(at_most_load, is_kept):
     loads = [load_of(1.0, 100), at_most_load, load_of(1.0, 95)]
     assert verdict(loads)[0] is is_kept
+
+
+def test_a_machine_that_was_not_quiet_shows():
+    loads = [load_of(1.0, 100), load_of(3.0, 90), load_of(1.0, 75)]
+    assert "repeated at the end, had 75% of its goodput" in verdict(loads)[1]
+
+
+def test_the_picture_has_room_for_what_is_missing(tmp_path):
+    nothing_answered = load_of(3.0, 0, refused=10, lost=1)
+    loads = [load_of(1.0, 100), nothing_answered, load_of(1.0, 95, late=2)]
+    plot_overload(loads, 0.8, 2.0, "a machine", tmp_path / "overload.png")
+    assert (tmp_path / "overload.png").read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from contextlib import closing
 
 import pytest
 
@@ -16,7 +17,8 @@ def on_a_path(use):
     with asyncio.Runner(loop_factory=NowhereLoop) as runner:
 
         async def run():
-            return await use(Path(NUM_STREAMS))
+            with closing(Path(NUM_STREAMS)) as path:
+                return await use(path)
 
         return runner.run(run())
 

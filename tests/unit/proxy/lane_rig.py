@@ -41,11 +41,15 @@ class HeldTransport:
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self.num_waiting = 0
+        self.is_over = False
         self.num_asked = 0
 
     def write(self, data: bytes) -> None:
         assert type(data) is bytes
         self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return self.is_over
 
     def get_write_buffer_size(self) -> int:
         self.num_asked += 1

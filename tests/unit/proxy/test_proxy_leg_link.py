@@ -160,7 +160,7 @@ async def test_a_worker_that_only_says_that_it_lives(worker):
         for _ in range(12):  # looks, of which seven in silence would be too many
             link._watch()
             await seen.keep_alive()
-            while link._num_silent:  # noqa: ASYNC110 - until it has arrived
+            while link.num_silent:  # noqa: ASYNC110 - until it has arrived
                 await asyncio.sleep(0)
         await seen.finish(finished(1))
         assert await ear.next() == finished(1)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_di.errors import BadRequest, NeuronDiError
-from neuron_di_proxy import request_head
+from neuron_di_proxy import json_object, request_head
 from neuron_di_proxy.json_object import read_at_once, read_body, read_one_by_one
 from neuron_di_proxy.request_head import parse_head, read_head
 
@@ -94,6 +94,24 @@ def test_a_known_head_reads_like_a_new_one(raws):
         assert said_by(read_head, raw) == said_by(parse_head, raw)
 
 
+FORMS = st.lists(st.tuples(NAMES, SEPARATORS), min_size=1, max_size=4)
+
+
+@settings(max_examples=600, deadline=None)
+@given(START_LINES, FORMS, st.data())
+def test_a_form_reads_the_same_with_any_values(start_line, form, data):
+    """Names and separators stay, so that heads with other values meet one that is known."""
+    request_head._known.clear()
+    for _ in range(6):
+        values = [data.draw(VALUES) for _ in form]
+        lines = [name + sep + value for (name, sep), value in zip(form, values, strict=True)]
+        raw = "\r\n".join([start_line, "host: a", *lines, "", ""]).encode("latin-1")
+        said = said_by(read_head, raw)
+        assert said == said_by(parse_head, raw)
+        if isinstance(said, request_head.RequestHead):
+            assert list(said.headers) == list(parse_head(raw).headers)
+
+
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer ndi-%b\r\n"
     b"X-Request-Id: %b\r\nContent-Length: %d\r\nX-Other: b\r\n\r\n"
@@ -120,12 +138,104 @@ def test_heads_that_differ_in_their_values_are_taken_apart_once(no_heads, monkey
     assert len(parsed) == 1
 
 
+@pytest.mark.parametrize(
+    "length",
+    [b"12a", b"+5", b"-1", b"1_0", b"5 5", b"5 ", b"9" * 19, b"18446744073709551616", b"", b"\xb2"],
+)
+def test_a_bad_length_is_refused_in_a_known_head_too(no_heads, length):
+    known = HEAD % (b"a", b"b", 5)
+    assert read_head(known).body_bytes == 5
+    assert len(no_heads) == 1
+    raw = known.replace(b"Length: 5", b"Length: " + length)
+    assert said_by(read_head, raw) == said_by(parse_head, raw)
+
+
+@pytest.mark.parametrize("name", [b"Authorization: ", b"X-Request-Id: "])
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"a ",
+        b" a",
+        b"a  b",
+        b"a b c",
+        b"a\tb",
+        b"\ta",
+        b"a\t",
+        b"",
+        b"\xe9",
+        b"a\x00b",
+        b"a\x7fb",
+        b"a\r",
+        b"\ra",
+        b"a\n",
+        b"a\nb",
+        b"a\r\n b",
+        b"a\r\nHost: b",
+        b"a\r\n\r\nb",
+    ],
+)
+def test_an_odd_value_reads_the_same_in_a_known_head(no_heads, name, value):
+    known = HEAD % (b"a", b"b", 5)
+    read_head(known)
+    assert len(no_heads) == 1
+    start, _, rest = known.partition(name)
+    raw = start + name + value + b"\r" + rest.partition(b"\r")[2]
+    assert said_by(read_head, raw) == said_by(parse_head, raw)
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        (b"Transfer-Encoding: chunked", b"Transfer-Encoding: identity"),
+        (b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked\r\nContent-Length: 5"),
+        (b"Connection: keep-alive", b"Connection: close"),
+        (b"X-Other: a", b"Expect: 100-continue"),
+        (b"X-Other: a", b"Host: b"),
+        (b"Content-Length: 5", b"Content-Length : 5"),
+        (b"Content-Length: 5", b" Content-Length: 5"),
+        (b"Content-Length: 5", b"X-Content-Length: 5"),
+        (b"Content-Length: 5", b"Content-Length: 5\r\nContent-Length: 5"),
+        (b"Content-Length: 5", b"Content-Length: 5\r\nTransfer-Encoding: chunked"),
+    ],
+)
+def test_what_decides_how_a_head_is_read_is_no_value_of_it(no_heads, line, other):
+    raw = b"POST / HTTP/1.1\r\nHost: a\r\n%b\r\n\r\n"
+    known = read_head(raw % line)
+    assert len(no_heads) == 1
+    assert said_by(read_head, raw % other) == said_by(parse_head, raw % other) != known
+
+
 def test_what_is_kept_of_a_head_has_no_key(no_heads):
     read_head(HEAD % (b"a-secret", b"its-id", 5))
     ((key, known),) = no_heads.items()
     assert b"secret" not in b"".join(key)
     assert "secret" not in repr(known)
     assert "its-id" not in repr(known)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"Authorization:  Bearer a-secret",
+        b"authorization:Bearer a-secret",
+        b"AUTHORIZATION: Bearer a-secret",
+        b"Authorization: Bearer and a-secret",
+        b"authorization: Bearer a-secret ",
+        b"Authorization: Bearer a-secr\xe9t a-secret",
+        b"Cookie: s=a-secret",
+        b"cookie: s=a\r\ncookie: t=a-secret",
+        b"x-api-key: a-secret",
+        b"X-API-Key: a-secret",
+        b"proxy-authorization: Basic a-secret",
+        b"api-key: a-secret",
+    ],
+)
+def test_a_head_whose_key_was_not_cut_out_is_not_kept(no_heads, line):
+    raw = b"POST / HTTP/1.1\r\nHost: a\r\n%b\r\nContent-Length: 5\r\n\r\n"
+    assert "a-secret" in repr(read_head(raw % line))
+    assert not no_heads
+    read_head(raw % b"X-Other: b")
+    assert len(no_heads) == 1
 
 
 def test_who_changes_a_heads_headers_changes_no_other(no_heads):
@@ -195,3 +305,51 @@ def test_a_bodys_members_are_the_same_at_once_and_one_by_one(members, end):
     at_once = read_at_once(body)
     assert (at_once is None) == isinstance(slowly, tuple)
     assert at_once is None or as_bytes(at_once) == slowly
+
+
+class Counted:
+    """A decoder that counts what it is given."""
+
+    def __init__(self, decoder):
+        self.decoder = decoder
+        self.count = 0
+
+    def decode(self, body):
+        self.count += 1
+        return self.decoder.decode(body)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    counted = Counted(json_object._members_decoder)
+    monkeypatch.setattr(json_object, "_members_decoder", counted)
+    return counted
+
+
+def test_a_large_body_of_doubled_names_is_not_read_to_its_end(at_once):
+    body = b'{"":1' + b',"":1' * ((64 << 10) // 5 - 1) + b"}"
+    assert 65_000 < len(body) <= 64 << 10
+    with pytest.raises(BadRequest, match="given twice"):
+        read_body(body)
+    assert at_once.count == 0
+    read_body(b'{"a": "%b"}' % (b"x" * 1000))  # a usual one is
+    assert at_once.count == 1
+
+
+def test_too_many_fields_are_refused_by_both_ways(at_once):
+    def body_of(count):
+        return b"{" + b",".join(b'"%x":1' % number for number in range(count)) + b"}"
+
+    for read in read_at_once, read_one_by_one:
+        assert len(read(body_of(256))) == 256
+    many = body_of(257)
+    assert read_at_once(many) is None
+    for read in read_body, read_one_by_one:
+        with pytest.raises(BadRequest, match="more than 256 entries"):
+            read(many)
+    assert at_once.count == 3  # `read_body` tried it too: the body is short
+
+
+def test_no_head_with_a_query_is_kept(no_heads):
+    read_head(b"GET /v1/models?api_key=a-secret HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert not no_heads

@@ -3,10 +3,12 @@
 import asyncio
 
 import pytest
+from leg_ear import MESSAGE
 from running_proxy import ListDirectory
-from scripted_worker import ScriptedWorker
+from scripted_worker import ScriptedWorker, finished
 
 from neuron_di.config import LimitOptions
+from neuron_di.errors import PeerGone
 from neuron_di.worker import leg_link_server
 from neuron_di_proxy import health as health_module
 from neuron_di_proxy.health import Health
@@ -120,3 +122,65 @@ async def test_a_worker_that_never_says_how_it_is_is_asked(stack, hurried):
     assert heard.num_words == 0
     assert len(worker.links) == 1
     assert state(health) == "up"
+
+
+async def test_a_link_ends_when_another_process_speaks_there(stack, hurried):
+    worker = await stack.enter_async_context(ScriptedWorker("d1", "decode", talks=True))
+    health, heard = await watched(stack, worker, freeze_timeout_s=2000.0)
+    await heard.until_words(3)
+    heard_errors = []
+    leg = health._workers.open_leg(worker.record, "decode", MESSAGE)
+    leg.open(heard_errors.append)
+    await worker.next_leg()
+    worker.restart()
+    await until(lambda: not worker.links)
+    await until(lambda: heard.num_ends == 1)
+    assert [type(error) for error in heard_errors] == [PeerGone]
+    assert "another process" in heard_errors[0].message
+    assert state(health) == "down"
+    num_asked = worker.num_asked
+    await until(lambda: worker.num_asked >= num_asked + 3)
+    assert (worker.links, health._workers._links) == ([], {})
+
+
+@pytest.mark.parametrize("talks", [True, False])
+async def test_the_link_of_a_worker_that_nobody_watches_any_more_is_ended(stack, hurried, talks):
+    worker = await stack.enter_async_context(ScriptedWorker("d1", "decode", talks=talks))
+    health, heard = await watched(stack, worker, freeze_timeout_s=2000.0)
+    await until(lambda: worker.links)
+    health._directory.records = []
+    await until(lambda: not worker.links)
+    assert (heard.num_ends, health._watches, health._workers._links) == (1, {}, {})
+    health._directory.records = [worker.record]
+    await until(lambda: len(worker.links) == 1 and state(health) == "up")
+
+
+async def test_it_is_ended_once_its_last_leg_is_over(stack, hurried):
+    worker = await stack.enter_async_context(ScriptedWorker("d1", "decode", talks=True))
+    health, heard = await watched(stack, worker, freeze_timeout_s=2000.0)
+    await heard.until_words(3)
+    heard_events = []
+    health._workers.open_leg(worker.record, "decode", MESSAGE).open(heard_events.append)
+    at_worker = await worker.next_leg()
+    health._directory.records = []
+    await until(lambda: not health._watches)
+    await heard.until_words(5)
+    assert len(worker.links) == 1
+    assert not at_worker.closed.is_set()
+    await at_worker.send(finished(1))
+    await until(lambda: not worker.links)
+    assert heard_events == [finished(1)]  # and nothing of the link's end
+    assert health._workers._links == {}
+
+
+async def test_an_answer_of_another_process_makes_no_link(stack):
+    worker = await stack.enter_async_context(ScriptedWorker("d1", "decode", talks=True))
+    client = await stack.enter_async_context(WorkerClient(LimitOptions()))
+    client.on_word(lambda *_: None)
+    former = worker.record
+    worker.restart()
+    status = await client.status(former)
+    assert status.record == worker.record
+    assert client._links == {}
+    await client.status(worker.record)
+    await until(lambda: len(worker.links) == 1)

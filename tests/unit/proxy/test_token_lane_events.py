@@ -138,6 +138,10 @@ class Closing:
         self._called("get_write_buffer_size")
         return 0
 
+    def is_closing(self) -> bool:
+        self._called("is_closing")
+        return False
+
     def _called(self, name: str) -> None:
         if name == self._name:
             self.close()
@@ -148,7 +152,7 @@ class Closing:
 @compiled
 @pytest.mark.parametrize("error", [None, OSError("lost")])
 @pytest.mark.parametrize("closes_lane", [False, True])
-@pytest.mark.parametrize("call", ["write", "get_write_buffer_size", "event"])
+@pytest.mark.parametrize("call", ["write", "get_write_buffer_size", "is_closing", "event"])
 def test_a_connection_may_be_lost_in_any_call(rig, call, closes_lane, error):
     transport = Closing(call, error=error)
     outlet = Outlet(-1 if call == "event" else rig.socket.fileno(), transport)
@@ -166,7 +170,7 @@ def test_a_connection_may_be_lost_in_any_call(rig, call, closes_lane, error):
             lane.close()
 
     transport.close = close
-    if call == "get_write_buffer_size":
+    if call in ("get_write_buffer_size", "is_closing"):
         outlet.block()
     text = "x" * (5 << 20)  # more than the socket takes
     payload = payload_of([(7, 0, 1, text), (7, 1, 2, "y"), (8, 0, 3, "")])

@@ -9,6 +9,14 @@ from hypothesis import strategies as st
 from lane_rig import Rig, chunks_of, payload_of, tokens_in
 
 from neuron_di.errors import RemoteProtocolError
+from neuron_di.wire import Parked
+from neuron_di.wire.leg_link import (
+    Told,
+    ToldBehindTokens,
+    behind_tokens,
+    encode_frame,
+    told_decoder,
+)
 from neuron_di_proxy.token_lane import IS_COMPILED, relay_told
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension was not built: no compiler")
@@ -46,7 +54,7 @@ def test_every_width_of_number_text_and_array_is_read(rig):
     heads = {
         "token": [b"\x94", b"\xdc\x00\x04", b"\xdd\x00\x00\x00\x04"],
         "list": [b"\x91", b"\xdc\x00\x01", b"\xdd\x00\x00\x00\x01"],
-        "told": [b"\x92", b"\xdc\x00\x02", b"\xdd\x00\x00\x00\x02", b"\x93", b"\xdc\x00\x03"],
+        "told": [b"\x92", b"\x93"],  # how a frame itself begins is written in one way only
         "text": [b"\xa2", b"\xd9\x02", b"\xda\x00\x02", b"\xdb\x00\x00\x00\x02"],
     }
     num = 0
@@ -68,6 +76,7 @@ def test_every_width_of_number_text_and_array_is_read(rig):
         b"",
         b"\x92",
         b"\x92\x90",  # no events
+        b"\xdc\x00\x02\x91" + GOOD + b"\x90",  # msgspec reads it
         b"\x91\x91" + GOOD,
         b"\x94\x91" + GOOD + b"\x90\x90\x90",
         b"\x82\x91" + GOOD + b"\x90",
@@ -158,3 +167,35 @@ def test_a_text_is_taken_if_and_only_if_it_is_strict_utf8():
     assert num_valid > 128 * 128
     with pytest.raises(RemoteProtocolError):
         tokens_in(b"\x92\x91\x94\x01\x02\x03\xa3\xed\xa0\x80\x90")
+
+
+EVENTS = st.lists(st.tuples(st.integers(0, 3), st.builds(Parked, num_prompt=st.integers(0, 5))))
+
+
+@settings(max_examples=800, deadline=None)
+@given(plain_tokens, EVENTS, st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255))))
+def test_a_whole_frame_is_read_as_msgspec_reads_it_or_refused_as_it_refuses(
+    tokens, events, damages
+):
+    payload = bytearray(encode_frame(Told(tokens, events)))[4:]
+    for place, byte in damages:
+        payload[place % len(payload)] = byte
+    taken = relay_told(payload, {}, 1.0)
+    if taken is None:
+        assert damages
+        return
+    try:
+        told = told_decoder.decode(bytes(payload))
+    except RemoteProtocolError:
+        with pytest.raises(RemoteProtocolError):
+            behind_tokens(memoryview(payload), taken[1])
+        return
+    behind = behind_tokens(memoryview(payload), taken[1]) or ToldBehindTokens([])
+    assert (taken[0], behind.events, behind.status) == (told.tokens, told.events, told.status)
+
+
+@pytest.mark.parametrize("frame", [b"\x93\x90\x90", b"\x92\x90\x90\xc0"])
+def test_one_element_too_few_or_too_many_is_refused(frame):
+    for read in (told_decoder.decode, lambda data: behind_tokens(memoryview(data), 2)):
+        with pytest.raises(RemoteProtocolError):
+            read(frame)

@@ -28,6 +28,7 @@ class Counting:
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.get_write_buffer_size = transport.get_write_buffer_size
+        self.is_closing = transport.is_closing
         self._transport = transport
         self.num_writes = 0
 

@@ -1,5 +1,8 @@
 """Frames that lanes take whole, and those that are left to be looked at more closely."""
 
+import gc
+import weakref
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,9 +10,25 @@ from lane_rig import Rig, chunks_of
 
 from neuron_di.wire import Parked
 from neuron_di.wire.leg_link import FrameReader, Told, encode_frame
-from neuron_di_proxy.token_lane import IS_COMPILED, relay_frame, relay_told
+from neuron_di_proxy.token_lane import IS_COMPILED, LinkReader, relay_told
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension for tokens was not built")
+
+
+class Link(LinkReader):
+    """Keeps what does not go by lanes. `lanes` may be given as a dict."""
+
+    def __init__(self, lanes=()):
+        super().__init__(lambda: 1.0)
+        self.lanes.update(lanes)
+        self.came = []
+        self.heard = []
+
+    def frames_came(self, data):
+        self.came.append(data)
+
+    def hear_tokens(self, others, failures):
+        self.heard.append((others, failures))
 
 
 @pytest.fixture
@@ -28,8 +47,10 @@ PLAIN = [(7, 3, 42, 'say "hi"'), (8, 0, 43, "other")]
 
 def test_a_frame_of_tokens_that_lanes_wait_for_is_taken_whole(rig):
     lanes = {7: rig.lane(due=3), 8: rig.lane()}
-    data = frame_of(PLAIN)
-    assert relay_frame(data, lanes, 1.0) == ([], len(data), [])
+    link = Link(lanes)
+    link.num_silent = 5
+    link.data_received(frame_of(PLAIN))
+    assert (link.came, link.heard, link.num_silent) == ([], [], 0)
     assert rig.received() == chunks_of(['say "hi"', "other"])
     assert rig.ids == [42, 43]
 
@@ -37,7 +58,7 @@ def test_a_frame_of_tokens_that_lanes_wait_for_is_taken_whole(rig):
 def test_a_frame_without_a_status_element_is_taken_too(rig):
     data = frame_of(PLAIN)
     data = bytes((0, 0, 0, len(data) - 5, 0x92)) + data[5:-1]
-    assert relay_frame(data, {7: rig.lane(due=3), 8: rig.lane()}, 1.0) is not None
+    Link({7: rig.lane(due=3), 8: rig.lane()}).data_received(data)
     assert rig.received() == chunks_of(['say "hi"', "other"])
 
 
@@ -59,7 +80,10 @@ def test_a_frame_without_a_status_element_is_taken_too(rig):
 )
 def test_of_any_other_nothing_is_taken(rig, data):
     lanes = {7: rig.lane(due=3), 8: rig.lane()}
-    assert relay_frame(data, lanes, 1.0) is None
+    link = Link(lanes)
+    link.num_silent = 5
+    link.data_received(data)
+    assert (link.came, link.heard, link.num_silent) == ([data], [], 0)
     assert rig.received() == b""
     assert rig.ids == []
     assert (lanes[7].due, lanes[8].due) == (3, 0)
@@ -68,7 +92,17 @@ def test_of_any_other_nothing_is_taken(rig, data):
 def test_a_closed_lane_takes_none(rig):
     lanes = {7: rig.lane(due=3), 8: rig.lane()}
     lanes[8].close()
-    assert relay_frame(frame_of(PLAIN), lanes, 1.0) is None
+    link = Link(lanes)
+    link.data_received(frame_of(PLAIN))
+    assert link.came == [frame_of(PLAIN)]
+    assert rig.received() == b""
+
+
+def test_behind_some_of_a_frame_nothing_is_taken(rig):
+    link = Link({7: rig.lane(due=3), 8: rig.lane()})
+    link.has_partial = True
+    link.data_received(frame_of(PLAIN))
+    assert link.came == [frame_of(PLAIN)]
     assert rig.received() == b""
 
 
@@ -77,8 +111,9 @@ def test_what_closes_a_lane_meanwhile_gives_its_token_back(rig):
     rig.outlet.close()
     outlet_of_7 = Rig(has_fd=False)
     lanes[7] = outlet_of_7.lane(due=3, write=lambda _: lanes[8].close())
-    others, _, failures = relay_frame(frame_of(PLAIN), lanes, 1.0)
-    assert (others, failures) == ([PLAIN[1]], [])
+    link = Link(lanes)
+    link.data_received(frame_of(PLAIN))
+    assert link.heard == [([PLAIN[1]], [])]
     outlet_of_7.close()
 
 
@@ -88,18 +123,35 @@ def test_a_failure_is_told(rig):
 
     held = Rig(has_fd=False)
     lanes = {7: held.lane(due=3, write=fail), 8: rig.lane()}
-    others, _, ((number, error),) = relay_frame(frame_of(PLAIN), lanes, 1.0)
+    link = Link(lanes)
+    link.data_received(frame_of(PLAIN))
+    ((others, ((number, error),)),) = link.heard
     assert (others, number, str(error)) == ([], 7, "lost")
     assert rig.received() == chunks_of(["other"])
     held.close()
 
 
-@pytest.mark.parametrize(
-    "arguments", [(bytearray(b"x"), {}, 1.0), (b"x", [], 1.0), (b"x", {}, 1), (b"x", {})]
-)
-def test_other_arguments_are_refused(arguments):
+def test_what_the_protocol_raises_goes_to_the_transport(rig):
+    class Broken(Link):
+        def frames_came(self, data):
+            raise OSError("lost")
+
+    with pytest.raises(OSError, match="lost"):
+        Broken().data_received(b"x")
+    link = Link({7: rig.lane(due=3), 8: rig.lane()})
+    LinkReader.__init__(link, lambda: "no number")
     with pytest.raises(TypeError):
-        relay_frame(*arguments)
+        link.data_received(frame_of(PLAIN))
+
+
+def test_a_link_and_its_lanes_die_with_their_cycle(rig):
+    link = Link({7: rig.lane(due=3), 8: rig.lane()})
+    link.lanes[9] = rig.lane(write=link.frames_came)
+    link.data_received(frame_of(PLAIN))
+    dead = weakref.ref(link)
+    del link
+    gc.collect()
+    assert dead() is None
 
 
 NUMBERS = st.integers(0, 3)
@@ -115,11 +167,13 @@ def test_the_same_is_relayed_as_by_the_general_way(frames):
         for tokens in frames:
             data = frame_of(tokens)
             (payload,) = FrameReader(1 << 20).feed(data)
-            quick = relay_frame(data, lanes[0], 1.0)
-            if quick is None:
-                quick = relay_told(payload, lanes[0], 1.0)
-            general = relay_told(payload, lanes[1], 1.0)
-            assert (quick[0], quick[2]) == (general[0], general[2])
+            link = Link(lanes[0])
+            link.data_received(data)
+            others, _, failures = relay_told(payload, lanes[1], 1.0)
+            if link.came:
+                assert relay_told(payload, lanes[0], 1.0)[::2] == (others, failures)
+            else:
+                assert link.heard == ([(others, failures)] if others else [])
         assert rigs[0].received() == rigs[1].received()
         assert rigs[0].ids == rigs[1].ids
     finally:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
@@ -62,6 +62,21 @@ class RawLink:
                 await self.next_frame()
         except ConnectionError:
             return True
+
+
+class CountingTransport:
+    """A transport that counts writes."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.num_writes = 0
+
+    def write(self, data: bytes) -> None:
+        self.num_writes += 1
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class OpenedLeg:

@@ -4,7 +4,7 @@ import asyncio
 import socket
 
 import pytest
-from link_kit import WAIT_S, LinkServer, RawLink, make_status, next_status
+from link_kit import WAIT_S, CountingTransport, LinkServer, RawLink
 
 from neuron_di.engine import Emitted
 from neuron_di.types import RequestId, WorkerId
@@ -61,21 +61,6 @@ async def opened(server, link, count=1):
     """So many legs, numbered from 0."""
     link.send(*(OpenLeg(number, "whole", b"%d" % number) for number in range(count)))
     return list(await server.num_opened(count))
-
-
-class CountingTransport:
-    """A transport that counts writes."""
-
-    def __init__(self, transport):
-        self._transport = transport
-        self.num_writes = 0
-
-    def write(self, data):
-        self.num_writes += 1
-        self._transport.write(data)
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
 
 
 async def test_the_tokens_of_a_step_leave_in_one_write():
@@ -350,91 +335,3 @@ async def test_what_was_said_is_sent_before_the_server_ends_a_link(server, link)
     assert leg.ended.is_set()
     assert (await link.next()).tokens == [plain(0, 0)]
     assert await link.is_ended()
-
-
-class Saying:
-    """How a worker is, and how often it was asked."""
-
-    def __init__(self):
-        self.num_asked = 0
-        self.now = make_status()
-
-    def __call__(self):
-        self.num_asked += 1
-        if isinstance(self.now, Exception):
-            raise self.now
-        return self.now
-
-
-async def test_a_link_hears_how_the_worker_is_once_it_is_greeted_and_when_that_changes():
-    saying = Saying()
-    async with LinkServer(status=saying) as server:
-        async with RawLink(server.port) as link, RawLink(server.port) as other:
-            for each in (link, other):
-                assert await next_status(each) == saying.now
-            saying.now = make_status(num_running=7, has_failed=True)
-            num_asked = saying.num_asked
-            server.server.say_status()
-            assert saying.num_asked == num_asked + 1  # for both
-            for each in (link, other):
-                assert await next_status(each) == saying.now
-        async with RawLink(server.port, greeting=MAGIC[:4]) as silent:
-            async with asyncio.timeout(WAIT_S):
-                while not any(not each._is_greeted for each in server.server.links):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-            server.server.say_status()
-            silent.writer.write(MAGIC[4:])  # the first word is the one that follows the greeting
-            saying.now = make_status(num_running=8)
-            assert await next_status(silent) == saying.now
-
-
-async def test_all_links_are_told_by_one_timer_and_none_runs_without_links(hurried):
-    saying = Saying()
-    async with LinkServer(status=saying) as server:
-        assert server.server._looking is None
-        async with RawLink(server.port) as link, RawLink(server.port) as other:
-            for each in (link, other):
-                await next_status(each)
-            num_asked, num_heard = saying.num_asked, 0
-            for number in range(1, 9):
-                saying.now = make_status(num_steps=number)
-                while (await next_status(link)).num_steps < number:
-                    num_heard += 1
-                num_heard += 1
-                link.send(ProxyAlive())
-                other.send(ProxyAlive())
-                while (await next_status(other)).num_steps < number:
-                    pass
-            assert num_heard >= 8
-            assert saying.num_asked - num_asked <= num_heard + 1  # and not twice that
-        async with asyncio.timeout(WAIT_S):
-            while server.server.links:  # noqa: ASYNC110 - until it has noticed
-                await asyncio.sleep(0)
-        assert server.server._looking is None
-
-
-async def test_a_worker_that_cannot_say_how_it_is_still_lives(hurried):
-    saying = Saying()
-    saying.now = RuntimeError("a bug")
-    async with LinkServer(status=saying) as server, RawLink(server.port) as link:
-        for _ in range(3):
-            told = await link.next_frame()
-            assert (told.tokens, told.events, told.status) == ([], [], None)
-        saying.now = make_status()
-        assert await next_status(link) == saying.now
-
-
-async def test_a_proxy_that_does_not_read_is_told_nothing_more():
-    saying = Saying()
-    async with LinkServer(status=saying) as server, RawLink(server.port) as link:
-        await opened(server, link)
-        (at_worker,) = server.server.links
-        counting = at_worker._transport = CountingTransport(at_worker._transport)
-        server.server.say_status()
-        assert counting.num_writes == 1
-        at_worker.pause_writing()
-        server.server.say_status()
-        assert counting.num_writes == 1
-        at_worker.resume_writing()
-        server.server.say_status()
-        assert counting.num_writes == 2

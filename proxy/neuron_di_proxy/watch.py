@@ -1,0 +1,109 @@
+"""One worker process under observation, and the legs there that hear of its loss.
+
+`Health` owns a `Watch` per process and decides; who has a leg there holds a `Watching`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from neuron_di.clock import now_s
+from neuron_di.errors import PeerError
+from neuron_di.wire import WorkerRecord, WorkerStatus
+from neuron_di_proxy.breaker import Breaker
+
+LATE_S = 0.5  # an own delay beyond this is not the worker's silence: this process was stopped
+LONG_AGO_S = float("-inf")
+
+WorkerHealth = Literal["new", "up", "suspect", "frozen", "down"]
+OnLoss = Callable[[PeerError], None]
+Praise = Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """What is known of one process, and who has legs there."""
+
+    record: WorkerRecord
+    state: WorkerHealth = "new"
+    reason: str = ""
+    is_draining: bool = False
+    good_s: float = field(default_factory=now_s)  # its last good answer, or when it was first seen
+    status: WorkerStatus | None = None
+    breaker: Breaker = field(default_factory=Breaker)
+    legs: dict["Watching", OnLoss] = field(default_factory=dict)
+    heard_s: float = LONG_AGO_S  # its last word, while its link is open and it is not suspected
+    told_s: float = LONG_AGO_S  # its last word, whatever came after it
+    asked_s: float = LONG_AGO_S  # when it was last asked
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # ask now
+    alarm: asyncio.TimerHandle | None = None  # sets `hurry`, while nobody asks
+    task: asyncio.Task[None] | None = None
+    loss: PeerError | None = None  # while frozen or down
+
+    def why_not(self) -> str:
+        """Why it should get no request now; empty when it may."""
+        if self.state in ("suspect", "frozen", "down"):
+            return self.reason
+        if self.is_draining:
+            return f"worker {self.record.worker_id} is shutting down"
+        if not self.breaker.admits():
+            return f"worker {self.record.worker_id} failed too often"
+        return ""
+
+
+class Watching:
+    """A leg at a process under observation. Made by `Health.watching`."""
+
+    __slots__ = ("_on_loss", "_request", "_watch", "praise")
+
+    def __init__(self, watch: Watch, on_loss: OnLoss) -> None:
+        self._watch = watch
+        self._on_loss = on_loss
+        self._request = watch.breaker.request()
+        self.praise: Praise = self._request.succeed
+
+    def __enter__(self) -> Praise:
+        self.begin()
+        return self.praise
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """Watch from now on until `end`."""
+        self._request.begin()
+        watch = self._watch
+        is_lost = watch.loss is not None
+        watch.legs[self] = ignore if is_lost else self._on_loss
+        if watch.loss is not None:
+            self._on_loss(watch.loss)
+
+    def end(self) -> None:
+        """Watch no more."""
+        self._watch.legs.pop(self, None)
+        self._request.end()
+
+
+def forgive(watch: Watch, late_s: float) -> None:
+    """Do not count as silence what was our own delay: while stopped we hear nobody."""
+    if late_s > LATE_S:
+        watch.good_s = now_s()
+
+
+def ring(watch: Watch, due_s: float) -> None:
+    """Have the worker asked now, at the end of its rest."""
+    watch.alarm = None
+    forgive(watch, now_s() - due_s)
+    watch.hurry.set()
+
+
+def end_rest(watch: Watch) -> None:
+    """Let nothing ring."""
+    if watch.alarm is not None:
+        watch.alarm.cancel()
+        watch.alarm = None
+
+
+def ignore(_: PeerError) -> None:
+    """What a leg that was told of its loss does with further news."""
