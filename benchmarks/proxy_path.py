@@ -72,6 +72,9 @@ class _WorkerTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return 0
 
+    def is_closing(self) -> bool:
+        return False
+
     def take(self) -> bytes:
         taken = b"".join(self.written)
         self.written.clear()
