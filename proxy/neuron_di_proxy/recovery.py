@@ -186,6 +186,8 @@ class RequestRunner:
 
     def _learn(self, attempt: Attempt, error: NeuronDiError) -> None:
         """Tell health who is at fault, or have a pair tested whose workers accuse each other."""
+        if failure_of(error).fault == "client":  # nobody here is, and clients bring no lines about
+            return
         _log.warning(
             "attempt_failed",
             request=attempt.request_id,

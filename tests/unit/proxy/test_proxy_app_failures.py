@@ -304,6 +304,18 @@ async def test_a_failed_request_is_logged_once_with_what_its_client_is_not_told(
     response.close()
 
 
+async def test_a_client_brings_no_lines_about_by_requests_that_a_worker_refuses(cluster, caplog):
+    asking = asyncio.create_task(cluster.proxy.post("/v1/completions", model="tiny", prompt="hi"))
+    leg = await cluster.prefill.next_leg()
+    failed = Failed(
+        code="invalid_request", message="no", http_status=400, retryable=False, fault="client"
+    )
+    await leg.finish(failed)
+    assert (await asking)[0] == 400
+    assert logged(caplog, "attempt_failed") == []
+    assert logged(caplog, "request_failed") == []
+
+
 async def test_all_choices_of_a_request_fail_as_one(cluster, caplog):
     asking = asyncio.create_task(
         cluster.proxy.post("/v1/completions", model="tiny", prompt="hi", n=2)
