@@ -17,25 +17,36 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import uvloop
-from aiohttp import web
 
 from neuron_di.types import Incarnation, Role, WorkerId
 from neuron_di.wire import (
     PROTOCOL_VERSION,
     Finished,
+    LegEvent,
     LegReceipt,
     Parked,
     Released,
-    Token,
     WorkerRecord,
     WorkerStatus,
     encode_json,
 )
-from neuron_di.wire.leg_link import LegKind
-from neuron_di.worker.leg_link_server import End, LegLinkServer, Say
+from neuron_di.wire.leg_link import (
+    ALIVE_INTERVAL_S,
+    FROM_PROXY_BYTES_MAX,
+    MAGIC,
+    CloseLeg,
+    FrameReader,
+    LegKind,
+    OpenLeg,
+    PlainToken,
+    Told,
+    encode_frame,
+    from_proxy_decoder,
+)
 
 MODEL = "stub"
 CONTEXT_TOKENS = 1 << 20
@@ -175,71 +186,128 @@ def _document(body: bytes) -> bytes:
     )
 
 
-class LinkWorkers:
-    """Our prefill and decode worker, in one process: a hand-over is an entry in a table."""
+class HandOvers:
+    """What the two workers of leg links have of each other: they are one process."""
 
-    def __init__(self, ticker: Ticker) -> None:
+    def __init__(self) -> None:
+        self.parked: dict[bytes, Callable[[], None]] = {}  # what releases it
+        self.waiting: dict[bytes, Callable[[], None]] = {}  # decode legs that came first
+
+
+class LinkWorker(asyncio.Protocol):
+    """One connection of our proxy: a leg link, or a GET of the worker's status.
+
+    As bare as `HttpWorker`: what a real worker spends on its end of a link, or on HTTP, is not what
+    is measured. What all its legs say at one tick is one frame.
+    """
+
+    def __init__(self, ticker: Ticker, hand_overs: HandOvers, status: WorkerStatus) -> None:
         self._ticker = ticker
-        self._parked: dict[bytes, Callable[[], None]] = {}  # what releases it
-        self._waiting: dict[bytes, Callable[[], None]] = {}  # decode legs that came first
+        self._hand_overs = hand_overs
+        self._status = status
+        self._frames = FrameReader(FROM_PROXY_BYTES_MAX)
+        self._is_link = False
+        self._keys: dict[int, bytes] = {}
+        self._running: dict[int, list[int]] = {}  # leg -> the last index said, the last to say
+        self._tokens: list[PlainToken] = []
+        self._events: list[tuple[int, LegEvent]] = []
+        self._alive: asyncio.TimerHandle | None = None
+        self._transport: Any = None
 
-    def open(self, kind: LegKind, document: bytes, say: Say) -> End:
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._ticker.add(self, self._step)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._ticker.remove(self)
+        if self._alive is not None:
+            self._alive.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_link:
+            if not data.startswith(MAGIC):
+                self._transport.write(_document(encode_json(self._status)))
+                return
+            self._is_link = True
+            self._say_alive()
+            data = data[len(MAGIC) :]
+        for payload in self._frames.feed(data):
+            said = from_proxy_decoder.decode(payload)
+            if isinstance(said, OpenLeg):
+                self._open(said.number, said.kind, said.document)
+            elif isinstance(said, CloseLeg):
+                self._close(said.number)
+
+    def _open(self, number: int, kind: LegKind, document: bytes) -> None:
         found = _REQUEST_ID.search(document, 0, 300)
         assert found is not None, "every leg begins with its id"
-        key = found[0]
+        key = self._keys[number] = found[0]
         # Behind the prompt, which may be long.
         at = document.rfind(b'"max_tokens":')
         num_tokens = int(_MAX_TOKENS.match(document, at)[1]) if at >= 0 else 16  # type: ignore[index]
         if kind == "prefill":
-            return self._prefill(key, num_tokens, say)
-        self._decode(key, num_tokens, say)
-
-        def end() -> None:
-            self._ticker.remove(key)
-            self._waiting.pop(key, None)
-
-        return end
-
-    def _prefill(self, key: bytes, num_tokens: int, say: Say) -> End:
-        def first() -> None:
-            say(Token(index=0, token_id=0, text=stamp().decode()))
-            if num_tokens == 1:
-                say(finished(1))
-                return
-            say(Parked(num_prompt=1))
-            self._parked[key] = lambda: say(Released(receipt=receipt("prefill")))
-            if (start := self._waiting.pop(key, None)) is not None:
-                start()
-
-        timer = asyncio.get_running_loop().call_later(PREFILL_S, first)
-
-        def end() -> None:
-            timer.cancel()
-            self._parked.pop(key, None)
-
-        return end
-
-    def _decode(self, key: bytes, num_tokens: int, say: Say) -> None:
-        index = 0
-
-        def step() -> bool:
-            nonlocal index
-            index += 1
-            say(Token(index=index, token_id=index, text=stamp().decode()))
-            if index < num_tokens - 1:
-                return False
-            say(finished(num_tokens))
-            return True
+            asyncio.get_running_loop().call_later(PREFILL_S, self._prefilled, number, num_tokens)
+            return
 
         def start() -> None:
-            if (release := self._parked.pop(key, None)) is not None:
-                release()
-            self._ticker.add(key, step)
+            self._running[number] = [0, num_tokens - 1]
 
-        if key in self._parked:
+        if (release := self._hand_overs.parked.pop(key, None)) is not None:
             start()
+            release()
         else:
-            self._waiting[key] = start
+            self._hand_overs.waiting[key] = start
+
+    def _close(self, number: int) -> None:
+        self._running.pop(number, None)
+        if (key := self._keys.pop(number, None)) is not None:
+            self._hand_overs.parked.pop(key, None)
+            self._hand_overs.waiting.pop(key, None)
+
+    def _prefilled(self, number: int, num_tokens: int) -> None:
+        if (key := self._keys.get(number)) is None:
+            return
+        self._tokens.append((number, 0, 0, stamp().decode()))
+        if num_tokens == 1:
+            self._over(number, finished(1))
+        else:
+            self._events.append((number, Parked(num_prompt=1)))
+            start = self._hand_overs.waiting.pop(key, None)
+            if start is not None:
+                start()
+                self._over(number, Released(receipt=receipt("prefill")))
+            else:
+                self._hand_overs.parked[key] = lambda: self._release(number)
+        self._send()
+
+    def _release(self, number: int) -> None:
+        self._over(number, Released(receipt=receipt("prefill")))
+        self._send()
+
+    def _step(self) -> bool:
+        for number, indexes in list(self._running.items()):
+            indexes[0] += 1
+            index, last = indexes
+            self._tokens.append((number, index, index, stamp().decode()))
+            if index == last:
+                del self._running[number]
+                self._over(number, finished(last + 1))
+        if self._tokens:
+            self._send()
+        return False
+
+    def _over(self, number: int, event: LegEvent) -> None:
+        self._keys.pop(number, None)
+        self._events.append((number, event))
+
+    def _send(self) -> None:
+        self._transport.write(encode_frame(Told(self._tokens, self._events)))
+        self._tokens, self._events = [], []
+
+    def _say_alive(self) -> None:
+        self._transport.write(encode_frame(Told([], [], self._status)))
+        loop = asyncio.get_running_loop()
+        self._alive = loop.call_later(ALIVE_INTERVAL_S, self._say_alive)
 
 
 def receipt(role: Any) -> LegReceipt:
@@ -288,28 +356,13 @@ async def _serve(tick_s: float, http_ports: list[int], link_ports: list[int]) ->
     loop = asyncio.get_running_loop()
     ticker = Ticker(tick_s)
     for port, is_decode in zip(http_ports, (False, True), strict=True):
-        await loop.create_server(
-            lambda is_decode=is_decode: HttpWorker(ticker, is_decode=is_decode),
-            "127.0.0.1",
-            port,
-            backlog=BACKLOG,
-        )
-    workers = LinkWorkers(ticker)
+        make_http = partial(HttpWorker, ticker, is_decode=is_decode)
+        await loop.create_server(make_http, "127.0.0.1", port, backlog=BACKLOG)
+    hand_overs = HandOvers()
     roles: tuple[Role, Role] = ("prefill", "decode")
     for port, role in zip(link_ports, roles, strict=True):
-        said = status(role, port)
-        body = encode_json(said)
-
-        async def answer(_: web.Request, body: bytes = body) -> web.Response:
-            return web.Response(body=body, content_type="application/json")
-
-        app = web.Application()
-        app.router.add_get("/status", answer)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        assert runner.server is not None, "it is set up"
-        links = LegLinkServer(workers.open, runner.server, lambda said=said: said)
-        await loop.create_server(links, "127.0.0.1", port, backlog=BACKLOG)
+        make_link = partial(LinkWorker, ticker, hand_overs, status(role, port))
+        await loop.create_server(make_link, "127.0.0.1", port, backlog=BACKLOG)
     print("ready", flush=True)
     await asyncio.Event().wait()
 

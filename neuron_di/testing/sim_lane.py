@@ -78,6 +78,6 @@ def relayed(token: Token, lane: Lane) -> bool:
     """Bring a token to a lane, in a frame of its own. False: it does not take it."""
     told = Told([(_NUMBER, token.index, token.token_id, token.text)], [])
     payload = memoryview(encode_frame(told))[_FRAME_LENGTH_BYTES:]
-    answer = relay_told(payload, {_NUMBER: lane}, now_s())
-    assert answer is not None, "it is a frame"
-    return not answer[0]
+    others, rest, _ = relay_told(payload, {_NUMBER: lane}, now_s())
+    assert rest is None, "it has nothing but a token"
+    return not others

@@ -16,6 +16,7 @@ What says that the worker is alive says how it is, too: once a second, once the 
 and when its state changes. A proxy that hears it need not ask.
 """
 
+from collections.abc import Sequence
 from struct import Struct
 from typing import Annotated, Literal
 
@@ -81,26 +82,13 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
         return f"Told({len(self.tokens)} tokens, {len(self.events)} events)"
 
 
-class ToldBehindTokens(msgspec.Struct, frozen=True, array_like=True):
-    """The rest of a `Told` whose tokens were read by other means."""
-
-    events: list[tuple[int, LegEvent]]
-    status: WorkerStatus | None = None
-
-    def __repr__(self) -> str:
-        return f"ToldBehindTokens({len(self.events)} events)"
-
-
 from_proxy_decoder: Decoder[FromProxy] = Decoder(
     FromProxy, bytes_max=FROM_PROXY_BYTES_MAX, as_json=False
 )
 told_decoder: Decoder[Told] = Decoder(Told, bytes_max=FROM_WORKER_BYTES_MAX, as_json=False)
 
-_behind_decoder: Decoder[ToldBehindTokens] = Decoder(
-    ToldBehindTokens, bytes_max=FROM_WORKER_BYTES_MAX, as_json=False
-)
-# By the frame's first byte, an array of two or of three: no events; no status, or none said.
-_NOTHING_BEHIND = {0x92: b"\x90", 0x93: b"\x90\xc0"}
+_NO_BYTES = b"\xc4\0"  # msgpack's
+_BYTES_FOLLOW = b"\xc6"  # their number in four bytes, then they
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -113,16 +101,18 @@ def encode_frame(message: FromProxy | Told) -> bytearray:
     return frame
 
 
-def behind_tokens(payload: memoryview, at: int) -> ToldBehindTokens | None:
-    """What follows the tokens in a `Told`, from byte `at` on; None: nothing does, as mostly.
-
-    RemoteProtocolError: it is not that.
-    """
-    rest = bytes(payload[at:])
-    if rest == _NOTHING_BEHIND.get(payload[0]):
-        return None
-    # An array of one element less than the frame's, whose first byte says how many it has.
-    return _behind_decoder.decode(bytes((payload[0] - 1,)) + rest)
+def encode_open(
+    number: int, kind: LegKind, document: Sequence[bytes | memoryview]
+) -> list[bytes | bytearray | memoryview]:
+    """OpenLeg as it is sent, its document in pieces: where these are several, none is copied."""
+    if len(document) == 1:
+        return [encode_frame(OpenLeg(number, kind, bytes(document[0])))]
+    num_bytes = sum(map(len, document))
+    frame = encode_frame(OpenLeg(number, kind, b""))
+    del frame[-len(_NO_BYTES) :]
+    frame += _BYTES_FOLLOW + _LENGTH.pack(num_bytes)
+    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH_BYTES + num_bytes)
+    return [frame, *document]
 
 
 class FrameReader:

@@ -32,7 +32,7 @@ _Static_assert(sizeof(size_t) == 8, "a text's escaped size is added up without a
 /* Attributes' names. Strings made anew at each use would fill Python's cache of attributes. */
 static PyObject *name_write, *name_get_write_buffer_size, *name_last_token_s;
 static PyObject *name_bounds, *name_counts, *name_sums;
-static PyObject *name_hear_tokens, *name_frames_came, *name_is_closing;
+static PyObject *name_hear_told, *name_frames_came, *name_is_closing;
 
 /* Outlet: a connection's way out. */
 
@@ -656,14 +656,16 @@ static bool read_token(Reader *reader, Token *token)
            read_uint(reader, &token->id) && read_text(reader, token);
 }
 
-/* Reads the frame up to its events. The tokens are to be freed. */
+enum { TELLS_TWO = 0x92, TELLS_THREE = 0x93, EMPTY = 0x90, NIL = 0xc0 };
+
+/* Reads a payload up to its events. The tokens are to be freed, in any case. */
 static bool read_tokens(Reader *reader, Token **tokens, size_t *num_tokens)
 {
     enum { TOKEN_BYTES_MIN = 5 };
     unsigned char head; /* an array of two or three; other ways to write that are not known here */
     uint64_t num;
     *tokens = NULL;
-    if (!read_byte(reader, &head) || (head != 0x92 && head != 0x93) ||
+    if (!read_byte(reader, &head) || (head != TELLS_TWO && head != TELLS_THREE) ||
         !read_array_size(reader, &num) ||
         num > (uint64_t)(reader->end - reader->at) / TOKEN_BYTES_MIN)
         return false;
@@ -675,6 +677,24 @@ static bool read_tokens(Reader *reader, Token **tokens, size_t *num_tokens)
         if (!read_token(reader, &(*tokens)[i]))
             return false;
     return reader->at < reader->end; /* there are events to follow */
+}
+
+/* What follows the tokens, as a payload that has none. None: no events, and no status. */
+static PyObject *read_rest(const Reader *reader, unsigned char head)
+{
+    size_t size = (size_t)(reader->end - reader->at);
+    bool has_status = head == TELLS_THREE;
+    if (size == 1u + has_status && reader->at[0] == EMPTY &&
+        (!has_status || reader->at[1] == NIL))
+        Py_RETURN_NONE;
+    PyObject *rest = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size + 2);
+    if (rest == NULL)
+        return NULL;
+    unsigned char *out = (unsigned char *)PyBytes_AS_STRING(rest);
+    out[0] = head;
+    out[1] = EMPTY;
+    memcpy(out + 2, reader->at, size);
+    return rest;
 }
 
 /* The open lane that waits for just this token, a new reference. NULL without an exception: none;
@@ -746,18 +766,31 @@ static int relay_token(const Token *token, PyObject *lanes, PyObject *now, PyObj
     return rc; /* -1 for an exit or an interrupt, too */
 }
 
-/* Relays all tokens. Returns (others, where the events begin, failures). */
-static PyObject *relay_tokens(const Token *tokens, size_t num, PyObject *lanes, PyObject *now,
-                              Py_ssize_t end)
+/* Relays a payload's tokens. Returns (tokens that no lane took, all that it says but tokens, as a
+ * payload or None, failures). A payload that is not understood here is returned as a whole.
+ * May run Python; the payload stays where it is as long as the caller holds it. */
+static PyObject *relay_payload(const unsigned char *payload, size_t size, PyObject *lanes,
+                               PyObject *now)
 {
-    PyObject *result = NULL, *others = PyList_New(0), *failures = PyList_New(0);
-    if (others != NULL && failures != NULL) {
-        size_t i = 0;
-        while (i < num && relay_token(&tokens[i], lanes, now, others, failures) == 0)
-            i++;
-        if (i == num)
-            result = Py_BuildValue("(OnO)", others, end, failures);
+    Reader reader = {payload, payload + size};
+    Token *tokens;
+    size_t num_tokens = 0, num_relayed = 0;
+    PyObject *result = NULL, *rest, *others = PyList_New(0), *failures = PyList_New(0);
+    if (read_tokens(&reader, &tokens, &num_tokens)) {
+        rest = read_rest(&reader, payload[0]);
+    } else {
+        rest = PyBytes_FromStringAndSize((const char *)payload, (Py_ssize_t)size);
+        num_tokens = 0;
     }
+    if (rest != NULL && others != NULL && failures != NULL) {
+        while (num_relayed < num_tokens &&
+               relay_token(&tokens[num_relayed], lanes, now, others, failures) == 0)
+            num_relayed++;
+        if (num_relayed == num_tokens)
+            result = PyTuple_Pack(3, others, rest, failures);
+    }
+    PyMem_Free(tokens);
+    Py_XDECREF(rest);
     Py_XDECREF(others);
     Py_XDECREF(failures);
     return result;
@@ -772,66 +805,16 @@ static PyObject *relay_told(PyObject *Py_UNUSED(module), PyObject *const *args, 
     double now_s = PyFloat_AsDouble(args[2]);
     if (now_s == -1.0 && PyErr_Occurred())
         return NULL;
-    Py_buffer payload; /* as long as it is held, its bytes stay where they are */
-    if (PyObject_GetBuffer(args[0], &payload, PyBUF_SIMPLE) < 0)
-        return NULL;
     PyObject *result = NULL, *now = PyFloat_FromDouble(now_s);
-    const unsigned char *start = payload.buf;
-    Reader reader = {start, start + payload.len};
-    Token *tokens = NULL;
-    size_t num_tokens;
-    if (now == NULL) {
-        ;
-    } else if (!read_tokens(&reader, &tokens, &num_tokens)) {
-        result = Py_NewRef(Py_None);
-    } else {
-        result = relay_tokens(tokens, num_tokens, args[1], now, (Py_ssize_t)(reader.at - start));
+    if (now == NULL)
+        return NULL;
+    Py_buffer payload; /* as long as it is held, its bytes stay where they are */
+    if (PyObject_GetBuffer(args[0], &payload, PyBUF_SIMPLE) == 0) {
+        result = relay_payload(payload.buf, (size_t)payload.len, args[1], now);
+        PyBuffer_Release(&payload);
     }
-    PyMem_Free(tokens);
-    Py_XDECREF(now);
-    PyBuffer_Release(&payload);
+    Py_DECREF(now);
     return result;
-}
-
-/* Whether there is an open lane that waits for each of these tokens. */
-static int all_are_due(const Token *tokens, size_t num, PyObject *lanes)
-{
-    for (size_t i = 0; i < num; i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(tokens[i].number);
-        if (number == NULL)
-            return -1;
-        PyObject *found = PyDict_GetItemWithError(lanes, number); /* borrowed */
-        Py_DECREF(number);
-        if (found == NULL)
-            return PyErr_Occurred() ? -1 : 0;
-        const Lane *lane = (const Lane *)found;
-        if (!Py_IS_TYPE(found, &LaneType) || !lane->is_open ||
-            tokens[i].index >= INT64_MAX || (long long)tokens[i].index != lane->due)
-            return 0;
-    }
-    return 1;
-}
-
-/* Reads bytes that came at once, if they are one whole frame with nothing in it but tokens that
- * lanes wait for. A frame with two tokens of a leg is not: the second is not due yet. 0: they are
- * not that. -1: an exception. The tokens are to be freed. */
-static int read_plain_frame(const unsigned char *data, size_t size, PyObject *lanes,
-                            Token **tokens, size_t *num_tokens)
-{
-    enum { LENGTH_BYTES = 4 };
-    Reader reader = {data, data + size};
-    uint64_t length;
-    *tokens = NULL;
-    if (!read_big_endian(&reader, LENGTH_BYTES, &length) || length != size - LENGTH_BYTES ||
-        !read_tokens(&reader, tokens, num_tokens))
-        return 0;
-    /* Behind the tokens: no events; in an array of three, no status. */
-    size_t num_behind = (size_t)(reader.end - reader.at);
-    bool has_status = data[LENGTH_BYTES] == 0x93;
-    if (num_behind != 1u + has_status || reader.at[0] != 0x90 ||
-        (has_status && reader.at[1] != 0xc0))
-        return 0;
-    return all_are_due(*tokens, *num_tokens, lanes);
 }
 
 /* LinkReader: the base of a link's protocol, to whom its transport gives what comes. */
@@ -841,49 +824,77 @@ typedef struct {
     PyObject *lanes; /* a dict: leg number to Lane */
     PyObject *now_s; /* a function */
     int num_silent;
-    char has_partial; /* some of a frame has come, and is kept elsewhere */
+    char has_partial; /* some of a frame has come: the protocol keeps it */
 } LinkReader;
 
-/* Gives what no lane took to the protocol. */
-static PyObject *reader_hear_rest(LinkReader *self, PyObject *relayed)
+/* Reads a frame's length; what follows it is its payload, all of which is there. */
+static bool read_length(Reader *reader, uint64_t *length)
 {
+    enum { LENGTH_BYTES = 4 };
+    return read_big_endian(reader, LENGTH_BYTES, length) &&
+           *length <= (uint64_t)(reader->end - reader->at);
+}
+
+/* Whether nothing has come but whole frames. */
+static bool are_whole_frames(Reader reader)
+{
+    uint64_t length;
+    while (reader.at < reader.end) {
+        if (!read_length(&reader, &length))
+            return false;
+        reader.at += length;
+    }
+    return true;
+}
+
+/* Relays a frame, and gives what lanes did not take to the protocol. Runs Python. */
+static int reader_hear(LinkReader *self, const unsigned char *payload, size_t size, PyObject *now)
+{
+    PyObject *relayed = relay_payload(payload, size, self->lanes, now), *done = NULL;
     if (relayed == NULL)
-        return NULL;
-    PyObject *others = PyTuple_GET_ITEM(relayed, 0), *failures = PyTuple_GET_ITEM(relayed, 2);
-    PyObject *done = NULL;
-    if (PyList_GET_SIZE(others) == 0 && PyList_GET_SIZE(failures) == 0)
+        return -1;
+    PyObject *others = PyTuple_GET_ITEM(relayed, 0), *rest = PyTuple_GET_ITEM(relayed, 1);
+    PyObject *failures = PyTuple_GET_ITEM(relayed, 2);
+    if (PyList_GET_SIZE(others) == 0 && rest == Py_None && PyList_GET_SIZE(failures) == 0)
         done = Py_NewRef(Py_None);
     else
-        done = PyObject_CallMethodObjArgs((PyObject *)self, name_hear_tokens, others, failures,
-                                          NULL);
+        done = PyObject_CallMethodObjArgs((PyObject *)self, name_hear_told, others, rest,
+                                          failures, NULL);
     Py_DECREF(relayed);
-    return done;
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Hears one frame after the other. Runs Python. */
+static PyObject *reader_hear_all(LinkReader *self, Reader reader)
+{
+    PyObject *now = PyObject_CallNoArgs(self->now_s);
+    if (now == NULL)
+        return NULL;
+    int rc = PyFloat_Check(now) ? 0 : -1;
+    if (rc < 0)
+        PyErr_SetString(PyExc_TypeError, "now_s must return a float");
+    uint64_t length;
+    while (rc == 0 && reader.at < reader.end && read_length(&reader, &length)) {
+        rc = reader_hear(self, reader.at, length, now);
+        reader.at += length;
+    }
+    Py_DECREF(now);
+    if (rc < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *reader_data_received(LinkReader *self, PyObject *data)
 {
     self->num_silent = 0;
-    Token *tokens = NULL;
-    size_t num_tokens;
-    int is_plain = 0;
-    if (PyBytes_CheckExact(data) && !self->has_partial)
-        is_plain = read_plain_frame((const unsigned char *)PyBytes_AS_STRING(data),
-                                    (size_t)PyBytes_GET_SIZE(data), self->lanes, &tokens,
-                                    &num_tokens);
-    PyObject *done = NULL;
-    if (is_plain > 0) {
-        PyObject *now = PyObject_CallNoArgs(self->now_s);
-        if (now != NULL && PyFloat_Check(now))
-            done = reader_hear_rest(
-                self, relay_tokens(tokens, num_tokens, self->lanes, now, PyBytes_GET_SIZE(data)));
-        else if (now != NULL)
-            PyErr_SetString(PyExc_TypeError, "now_s must return a float");
-        Py_XDECREF(now);
-    } else if (is_plain == 0) {
-        done = PyObject_CallMethodOneArg((PyObject *)self, name_frames_came, data);
+    if (PyBytes_CheckExact(data) && !self->has_partial) {
+        const unsigned char *start = (const unsigned char *)PyBytes_AS_STRING(data);
+        Reader reader = {start, start + PyBytes_GET_SIZE(data)};
+        if (are_whole_frames(reader))
+            return reader_hear_all(self, reader);
     }
-    PyMem_Free(tokens);
-    return done;
+    return PyObject_CallMethodOneArg((PyObject *)self, name_frames_came, data);
 }
 
 static int reader_init(LinkReader *self, PyObject *args, PyObject *kwargs)
@@ -935,7 +946,8 @@ static void reader_dealloc(LinkReader *self)
 
 static PyMethodDef reader_methods[] = {
     {"data_received", (PyCFunction)reader_data_received, METH_O,
-     "Relay a frame of plain tokens that lanes wait for; give anything else to `frames_came`."},
+     "Relay the tokens of whole frames, and give what else they say to `hear_told`, frame by frame; "
+     "give bytes that are not whole frames to `frames_came`."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -964,7 +976,8 @@ static PyTypeObject LinkReaderType = {
 static PyMethodDef functions[] = {
     {"relay_told", (PyCFunction)(void (*)(void))relay_told, METH_FASTCALL,
      "relay_told(payload, lanes, now_s, /)\n--\n\n"
-     "Relay the tokens of a frame's payload that lanes wait for, and return all others."},
+     "Relay the tokens of a frame's payload that lanes wait for. Returns all others, what the frame "
+     "says beside tokens, and the failures of lanes."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -985,7 +998,7 @@ PyMODINIT_FUNC PyInit__token_lane(void)
         {&name_write, "write"},   {&name_get_write_buffer_size, "get_write_buffer_size"},
         {&name_bounds, "bounds"}, {&name_last_token_s, "last_token_s"},
         {&name_counts, "counts"}, {&name_sums, "sums"},
-        {&name_hear_tokens, "hear_tokens"}, {&name_frames_came, "frames_came"},
+        {&name_hear_told, "hear_told"}, {&name_frames_came, "frames_came"},
         {&name_is_closing, "is_closing"},
     };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)

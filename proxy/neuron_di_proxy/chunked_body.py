@@ -1,6 +1,7 @@
 """A request's body that comes in HTTP/1.1 chunks: joined, bounded, and strict about its form."""
 
 from neuron_di.errors import BadRequest
+from neuron_di_proxy.body_pieces import BodyPieces
 from neuron_di_proxy.body_refusal import body_too_large
 
 _LINE_BYTES_MAX = 256  # a chunk's size with its extensions, or a trailer
@@ -13,7 +14,7 @@ class ChunkedBody:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._body = bytearray()
+        self._pieces = BodyPieces()
         self._num_left = 0  # bytes of the running chunk, and of the line end behind it
         self._num_trailers: int | None = None  # None: before the last chunk
         self._num_lines = 0
@@ -26,10 +27,11 @@ class ChunkedBody:
         """
         while True:
             if self._num_left > 2:
-                piece = received[: self._num_left - 2]
+                with memoryview(received) as view:
+                    piece = bytes(view[: self._num_left - 2])
                 if not piece:
                     return None
-                self._body += piece
+                self._pieces.add(piece)
                 self._num_left -= len(piece)
                 del received[: len(piece)]
             elif self._num_left == 2:
@@ -46,7 +48,7 @@ class ChunkedBody:
                 if self._num_trailers is None:
                     self._begin_chunk(line)
                 elif not line:
-                    return bytes(self._body)
+                    return self._pieces.join()
                 else:
                     self._num_trailers += 1
                     if self._num_trailers > _TRAILERS_MAX:
@@ -69,7 +71,7 @@ class ChunkedBody:
         if not 0 < len(size) <= 16 or not _HEX.issuperset(size):
             raise BadRequest("the size of a chunk of the body is no hexadecimal number")
         num_bytes = int(size, 16)
-        if len(self._body) + num_bytes > self._bytes_max:
+        if self._pieces.num_bytes + num_bytes > self._bytes_max:
             raise body_too_large(self._bytes_max)
         # Many tiny chunks cost much for little: their lines count as bytes of a body.
         self._num_lines += 1

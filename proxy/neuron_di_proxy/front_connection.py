@@ -26,6 +26,7 @@ from neuron_di_proxy.refusal import Refusal
 from neuron_di_proxy.request_head import HeadTooLarge, RequestHead, read_head
 from neuron_di_proxy.send_deadline import SendDeadline
 from neuron_di_proxy.service import Exchange
+from neuron_di_proxy.sized_body import SizedBody
 from neuron_di_proxy.socket_reply import SocketReply
 from neuron_di_proxy.token_lane import Outlet, outlet_of
 
@@ -70,7 +71,7 @@ class FrontConnection(asyncio.Protocol):
         self._closes = False
         self._head: RequestHead | None = None
         self._exchange: Exchange | QuartExchange | None = None
-        self._chunks: ChunkedBody | None = None
+        self._coming: SizedBody | ChunkedBody | None = None  # a body
         self._body = b""  # until `begin_answer`
         self._reply: SocketReply | None = None
         self._task: asyncio.Task[None] | None = None
@@ -94,6 +95,12 @@ class FrontConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._state in (_State.LEAVING, _State.GONE) or self._has_surplus:
             return
+        coming = self._coming
+        if isinstance(coming, SizedBody) and not self._received and not self._is_full:
+            self._received += coming.add(data)  # what follows the body
+            if (body := coming.whole()) is not None:
+                self._answer(body)
+            return
         self._received += data
         if self._state is _State.ANSWERING:
             self._bound_received()
@@ -116,6 +123,7 @@ class FrontConnection(asyncio.Protocol):
         self._state = _State.GONE
         self._outlet.close()  # before its number is another connection's
         self._owner.left(self)
+        self._coming = None
         self._received.clear()
         if self._task is not None:
             self._task.cancel()
@@ -243,37 +251,32 @@ class FrontConnection(asyncio.Protocol):
                 del self._received[:num_body_bytes]
             self._refuse(refusal, is_read=is_read)
             return
-        self._chunks = None
-        if head.body_bytes is None:
-            self._chunks = ChunkedBody(self._options.body_bytes_max)
-        elif head.body_bytes <= len(self._received):
-            self._take_body()
+        received, num_bytes = self._received, head.body_bytes
+        if num_bytes is None:
+            self._coming = ChunkedBody(self._options.body_bytes_max)
+        elif len(received) < num_bytes:
+            self._coming = SizedBody(num_bytes)
+        else:
+            body = bytes(received) if len(received) == num_bytes else bytes(received[:num_bytes])
+            del received[:num_bytes]
+            self._answer(body)
             return
-        if head.wants_continue and not self._received:
+        if head.wants_continue and not received:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._state = _State.BODY
         self._deadline_s = now_s() + self._options.body_timeout_s
 
     def _take_body(self) -> None:
-        assert self._head is not None
-        received = self._received
-        if self._chunks is not None:
-            body = self._chunks.take(received)
-            if body is None:
-                return
-        else:
-            num_bytes = self._head.body_bytes or 0
-            if len(received) < num_bytes:
-                return
-            body = bytes(received) if len(received) == num_bytes else bytes(received[:num_bytes])
-            del received[:num_bytes]
-        self._answer(body)
+        assert self._coming is not None
+        body = self._coming.take(self._received)
+        if body is not None:
+            self._answer(body)
 
     # From requests to responses.
 
     def _answer(self, body: bytes) -> None:
         assert self._head is not None
-        self._chunks = None
+        self._coming = None
         self._state = _State.ANSWERING
         self._deadline_s = NEVER
         self._reply = self._new_reply(self._head)
@@ -350,6 +353,7 @@ class FrontConnection(asyncio.Protocol):
         a request was not read to its end, its rest is dropped for a while.
         """
         self._state = _State.LEAVING
+        self._coming = None
         self._received.clear()
         self._deadline_s = now_s() + (self._owner.send_timeout_s if is_read else LEAVING_TIMEOUT_S)
         if is_read or self._has_eof:

@@ -11,6 +11,7 @@ Next: neuron_di/wire/leg_link.py
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from neuron_di.clock import now_s
@@ -31,17 +32,16 @@ from neuron_di.wire.leg_link import (
     CloseLeg,
     FrameReader,
     LegKind,
-    OpenLeg,
     PlainToken,
     ProxyAlive,
     Told,
-    ToldBehindTokens,
-    behind_tokens,
     encode_frame,
+    encode_open,
     told_decoder,
 )
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.token_lane import IS_COMPILED, Lane, LinkReader, relay_told
+from neuron_di_proxy.leg_document import Document
+from neuron_di_proxy.token_lane import Lane, LinkReader, relay_told
 from neuron_di_proxy.workers import Hear
 
 # Prompts that a worker has not taken yet. One that reads nothing is given no more.
@@ -51,6 +51,7 @@ UNSENT_BYTES_MAX = 64 << 20
 _SENT_TOGETHER = 8
 
 _ALIVE = bytes(encode_frame(ProxyAlive()))
+_NOTHING = Told([], [])
 _LAST_WORDS = (Failed, Finished, Released)
 
 
@@ -78,8 +79,11 @@ class LegLink(LinkReader, asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._hears: dict[int, Hear] = {}
         self._num_opened = 0
-        self._unsent: dict[int, bytearray] = {}  # frames of legs, until `_send`
+        # Frames of legs, in pieces, until `_send`.
+        self._unsent: dict[int, list[bytes | bytearray | memoryview]] = {}
         self._frames = FrameReader(FROM_WORKER_BYTES_MAX)
+        # How the worker was, as it came and as it was read.
+        self._last_word: tuple[bytes | None, Told] = None, _NOTHING
         self._watching: asyncio.TimerHandle | None = None
         # Rarer than the worker's words: who is idle is to sleep. `Health` notices silence earlier.
         self._watch_interval_s = min(2.5 * ALIVE_INTERVAL_S, limits.idle_timeout_s / 6)
@@ -90,7 +94,7 @@ class LegLink(LinkReader, asyncio.Protocol):
         """Whether a leg is open here, sent or not."""
         return bool(self._hears)
 
-    def open(self, kind: LegKind, document: bytes, hear: Hear) -> int:
+    def open(self, kind: LegKind, document: Document, hear: Hear) -> int:
         """Send a leg, once this turn of the loop is over and there is a connection.
 
         Returns its number on this link.
@@ -104,7 +108,7 @@ class LegLink(LinkReader, asyncio.Protocol):
                 return number
             if not self._unsent:
                 self._loop.call_soon(self._send)
-        self._unsent[number] = encode_frame(OpenLeg(number, kind, document))
+        self._unsent[number] = encode_open(number, kind, document)
         if len(self._unsent) >= _SENT_TOGETHER:
             self._send()
         return number
@@ -153,43 +157,65 @@ class LegLink(LinkReader, asyncio.Protocol):
         self._watching = self._loop.call_later(self._watch_interval_s, self._watch)
 
     def frames_came(self, data: bytes) -> None:
-        """All that comes, but for what `LinkReader.data_received` relayed."""
+        """What comes but is not whole frames, or not to be relayed by `data_received`."""
         if self._has_ended:
             return
         try:
-            for payload in self._frames.feed(data):
-                self._hear(payload)
-            self.has_partial = bool(self._frames.partial)
+            payloads = self._frames.feed(data)
         except RemoteProtocolError as error:
-            text = f"worker {self._worker_id} cannot be understood: {error.message}"
-            self.end(RemoteProtocolError(text))
+            self._end_not_understood(error)
+            return
+        self.has_partial = bool(self._frames.partial)
+        for payload in payloads:
+            self.hear_told(*relay_told(payload, self.lanes, now_s()))
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        reason = f" ({type(exc).__name__})" if exc is not None else ""
-        self.end(PeerGone(f"worker {self._worker_id} hung up{reason}"))
-
-    def _hear(self, payload: memoryview) -> None:
-        relayed = relay_told(payload, self.lanes, now_s()) if IS_COMPILED else None
-        more: Told | ToldBehindTokens | None
-        if relayed is None:
-            more = told_decoder.decode(payload)
-            self.hear_tokens(more.tokens)
-        else:
-            tokens, at, failures = relayed
-            more = behind_tokens(payload, at)
-            self.hear_tokens(tokens, failures)
-        if more is None:
+    def hear_told(
+        self,
+        tokens: Sequence[PlainToken],
+        rest: bytes | None,
+        failures: Sequence[tuple[int, Exception]],
+    ) -> None:
+        """Deal with what lanes left of a frame, as `token_lane` says."""
+        if self._has_ended:  # by a frame that came before it
+            return
+        try:
+            told = _NOTHING if rest is None else self._decode(rest)
+        except RemoteProtocolError as error:
+            self._end_not_understood(error)
             return
         hears = self._hears
-        for number, event in more.events:
+        for number, failure in failures:
+            if (hear := hears.get(number)) is not None:
+                hear(failure)
+        for number, index, token_id, text in tokens or told.tokens:
+            if (hear := hears.get(number)) is not None:
+                hear(Token(index=index, token_id=token_id, text=text))
+        for number, event in told.events:
             if isinstance(event, _LAST_WORDS):
                 self.lanes.pop(number, None)
                 if (hear := hears.pop(number, None)) is not None:
                     hear(LegFailed(event) if isinstance(event, Failed) else event)
             elif (hear := hears.get(number)) is not None:
                 hear(event)
-        if more.status is not None:
-            self._hear_status(more.status)
+        if told.status is not None:
+            self._hear_status(told.status)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        reason = f" ({type(exc).__name__})" if exc is not None else ""
+        self.end(PeerGone(f"worker {self._worker_id} hung up{reason}"))
+
+    def _decode(self, rest: bytes) -> Told:
+        """An idle worker says the same each second: only the first time it is decoded."""
+        said, told = self._last_word
+        if rest != said:
+            told = told_decoder.decode(rest)
+            if not told.tokens and not told.events:
+                self._last_word = rest, told
+        return told
+
+    def _end_not_understood(self, error: RemoteProtocolError) -> None:
+        text = f"worker {self._worker_id} cannot be understood: {error.message}"
+        self.end(RemoteProtocolError(text))
 
     def _hear_status(self, status: WorkerStatus) -> None:
         if self._has_ended:  # by a word before it in the same bytes
@@ -198,18 +224,6 @@ class LegLink(LinkReader, asyncio.Protocol):
             self._on_status(status)
         if status.record.incarnation != self._incarnation:
             self.end(PeerGone(f"worker {self._worker_id} is another process now"))
-
-    def hear_tokens(
-        self, tokens: Sequence[PlainToken], failures: Sequence[tuple[int, Exception]] = ()
-    ) -> None:
-        """Deal with tokens that no lane took, and with lanes that failed."""
-        hears = self._hears
-        for number, error in failures:
-            if (hear := hears.get(number)) is not None:
-                hear(error)
-        for number, index, token_id, text in tokens:
-            if (hear := hears.get(number)) is not None:
-                hear(Token(index=index, token_id=token_id, text=text))
 
     async def _connect(self, host: str, port: int) -> None:
         try:
@@ -236,7 +250,7 @@ class LegLink(LinkReader, asyncio.Protocol):
 
     def _send(self) -> None:
         if self._transport is not None and self._unsent:
-            self._transport.writelines(list(self._unsent.values()))
+            self._transport.writelines(list(chain.from_iterable(self._unsent.values())))
             self._unsent.clear()
 
     def _refuse(self, number: int) -> None:

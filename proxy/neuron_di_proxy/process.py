@@ -15,6 +15,7 @@ from neuron_di.config import ProxyOptions
 from neuron_di.obs import LaunchReport, get_logger, say
 from neuron_di.registry import Directory as RegistryDirectory
 from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer
+from neuron_di_proxy.allocator import Allocator
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.processes import FurtherProcesses, part_of
 from neuron_di_proxy.route import Directory
@@ -98,6 +99,10 @@ async def _run(options: ProxyOptions) -> None:
         if options.parent_pid is not None:
             say(LaunchReport(event="ready", url=url, registry=registry_address))
         settle_garbage()
+        allocator = Allocator()
+        if allocator.keep_freed():
+            looking = asyncio.create_task(allocator.look_often())
+            stack.callback(looking.cancel)
         await serve(config, directory, sock, stop, place=place)
 
 

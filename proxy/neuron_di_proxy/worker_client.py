@@ -15,6 +15,7 @@ from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus, encode_json, status_decoder
 from neuron_di.wire.codec import LEG_BYTES_MAX
 from neuron_di_proxy.health import OnWord
+from neuron_di_proxy.leg_document import document_of
 from neuron_di_proxy.leg_link import LegLink
 from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.token_lane import Lane
@@ -52,8 +53,9 @@ class LinkedLeg:
         if self._link is None:
             self._end_soon(hear, PeerGone(CLIENT_CLOSED))
             return
-        document = encode_json(self._leg)
-        if len(document) > LEG_BYTES_MAX:  # it would end the link, and with it everybody's legs
+        document = document_of(self._leg)
+        # A longer one would end the link, and with it everybody's legs.
+        if sum(map(len, document)) > LEG_BYTES_MAX:
             self._link = None
             self._end_soon(hear, TooLarge("the request is too large for a worker"))
             return

@@ -21,7 +21,7 @@ from test_proxy_front_equal import masked
 from neuron_di_proxy import leg_link, socket_reply
 from neuron_di_proxy.answer import StreamedAnswer
 from neuron_di_proxy.config import ProxyConfig
-from neuron_di_proxy.token_lane import IS_COMPILED
+from neuron_di_proxy.token_lane import IS_COMPILED, PlainLinkReader, relay_nothing
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension for tokens was not built")
 
@@ -73,7 +73,8 @@ def talking(cluster):
 
 def without_lanes(monkeypatch):
     monkeypatch.setattr(socket_reply, "IS_COMPILED", False)
-    monkeypatch.setattr(leg_link, "IS_COMPILED", False)
+    monkeypatch.setattr(leg_link, "relay_told", relay_nothing)
+    monkeypatch.setattr(leg_link.LegLink, "data_received", PlainLinkReader.data_received)
 
 
 def count_long_way(monkeypatch):

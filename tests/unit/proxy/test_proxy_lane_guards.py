@@ -251,10 +251,12 @@ async def test_a_gap_is_counted_from_the_lanes_last_token(streamed):
             assert gaps.count() == 3
             await asyncio.sleep(0.25)
             hear(4)
-            lane.due = 5
+            await asyncio.sleep(8)
+            hear(5)
+            lane.due = 6
             await asyncio.sleep(4)
-            tell(lane, 5)
-            return finished(6)
+            tell(lane, 6)
+            return finished(7)
 
     choice = Choice(
         0,
@@ -266,7 +268,8 @@ async def test_a_gap_is_counted_from_the_lanes_last_token(streamed):
     )
     await choice.run(Runner())
     (receipt,) = given
-    assert receipt.num_generated == 6
-    # The lane does not know of the token that was heard: its next gap begins at its own last.
-    assert gaps.count() == 5
-    assert gaps.total == pytest.approx(1 + 2 + 2 + 0.25 + 4.25)
+    assert receipt.num_generated == 7
+    # A token that is heard comes after the last one, whoever took that. The lane does not know of
+    # those that were heard: its next gap begins at its own last.
+    assert gaps.count() == 6
+    assert gaps.total == pytest.approx(1 + 2 + 2 + 0.25 + 8 + 12.25)

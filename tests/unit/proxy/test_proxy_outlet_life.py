@@ -33,6 +33,16 @@ def run(request):
         yield runner.run
 
 
+@pytest.fixture
+def pair():
+    """Another client's connection, and its other end."""
+    ours, other_end = socket.socketpair()
+    other_end.setblocking(False)
+    yield ours, other_end
+    ours.close()
+    other_end.close()
+
+
 class Watch:
     """The connections of a proxy, and those that were lost."""
 
@@ -74,19 +84,15 @@ def assert_never_sends(outlet, number, pair):
         assert taken == number, "it was free"
         assert outlet.fd == -1
         outlet.write(b"of another's answer")
-        other_end.setblocking(False)
         with pytest.raises(BlockingIOError):
             other_end.recv(1)
     finally:
         os.close(taken)
-        ours.close()
-        other_end.close()
 
 
-def test_an_outlet_is_closed_when_its_client_has_left(run, monkeypatch):
+def test_an_outlet_is_closed_when_its_client_has_left(run, monkeypatch, pair):
     async def check():
         watch = Watch(monkeypatch)
-        pair = socket.socketpair()
         async with RunningProxy(ProxyConfig(limits=AT_ONCE), []) as proxy:
             async with RawClient(proxy.address):
                 connection = await watch.made.get()
@@ -100,10 +106,9 @@ def test_an_outlet_is_closed_when_its_client_has_left(run, monkeypatch):
     run(check())
 
 
-def test_an_outlet_is_closed_when_its_connection_is_handed_over(run, monkeypatch):
+def test_an_outlet_is_closed_when_its_connection_is_handed_over(run, monkeypatch, pair):
     async def check():
         watch = Watch(monkeypatch)
-        pair = socket.socketpair()
         async with RunningProxy(ProxyConfig(limits=AT_ONCE), []) as proxy:
             async with RawClient(proxy.address) as raw:
                 outlet = (await watch.made.get())._outlet
@@ -207,13 +212,18 @@ class Ending(asyncio.Protocol):
             pass
         return False
 
-    async def close(self):
+    async def until_lost(self):
+        """Wait until the connection is, and take all that came before."""
         async with asyncio.timeout(DEADLINE_S):
             await self.lost
             while self.drain():  # noqa: ASYNC110 - it asks a socket
                 await asyncio.sleep(0)
+
+    async def close(self):
+        self.transport.abort()
         self.client.close()
         self.rig.close()
+        await asyncio.sleep(0)
 
 
 class Link(asyncio.Protocol):
@@ -230,15 +240,18 @@ class Link(asyncio.Protocol):
 def test_after_an_abort_no_token_follows_a_hole(run, num_waiting):
     """What waits in an aborted transport is lost, and its socket is open for a while yet."""
 
-    async def check():
+    async def check(stack):
         loop = asyncio.get_running_loop()
         ending = await Ending().open()
-        links = []
+        stack.push_async_callback(ending.close)
+        their_ends = []
         for _ in range(2):
             ours, theirs = socket.socketpair()
+            stack.enter_context(theirs)
+            their_ends.append(theirs)
             ours.setblocking(False)
             transport, _ = await loop.connect_accepted_socket(lambda: Link(ending.tell_late), ours)
-            links.append((transport, theirs))
+            stack.callback(transport.abort)
         while ending.transport.get_write_buffer_size() == 0:
             ending.tell()
         for _ in range(num_waiting - 1):
@@ -248,20 +261,20 @@ def test_after_an_abort_no_token_follows_a_hole(run, num_waiting):
             ending.transport.abort()
             ending.drain()  # there is room in its socket
             ending.tell_late()
-            for _, theirs in links:  # before the connection is lost, where the loop reads first
+            for theirs in their_ends:  # before the connection is lost, where the loop reads first
                 theirs.send(b"a")
 
         loop.call_soon(abort)
-        await ending.close()
+        await ending.until_lost()
         _, body = ending.received.split(b"\r\n\r\n", 1)
         told = chunks_of(ending.texts)
         assert 0 < len(body) < len(told)
         is_beginning = told.startswith(body)
         assert is_beginning
         assert ending.late
-        for transport, theirs in links:
-            transport.abort()
-            theirs.close()
-        await asyncio.sleep(0)
 
-    run(check())
+    async def check_and_close():
+        async with AsyncExitStack() as stack:
+            await check(stack)
+
+    run(check_and_close())

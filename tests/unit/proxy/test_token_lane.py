@@ -28,7 +28,7 @@ def rig():
 
 def test_a_due_token_is_counted_and_written_as_one_chunk(rig):
     lane = rig.lane(due=3, last_s=9.5)
-    assert relay_told(payload_of([(7, 3, 42, 'say "hi"\n')]), {7: lane}, 10.0) == ([], 16, [])
+    assert relay_told(payload_of([(7, 3, 42, 'say "hi"\n')]), {7: lane}, 10.0) == ([], None, [])
     assert rig.received() == chunks_of(['say "hi"\n'])
     assert (lane.due, lane.last_s, rig.ids, rig.record.last_token_s) == (4, 10.0, [42], 10.0)
     assert rig.gaps.buckets()[-2:] == [("1.0", 1), ("+Inf", 1)]

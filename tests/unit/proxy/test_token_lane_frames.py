@@ -10,13 +10,7 @@ from lane_rig import Rig, chunks_of, payload_of, tokens_in
 
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.wire import Parked
-from neuron_di.wire.leg_link import (
-    Told,
-    ToldBehindTokens,
-    behind_tokens,
-    encode_frame,
-    told_decoder,
-)
+from neuron_di.wire.leg_link import Told, encode_frame, told_decoder
 from neuron_di_proxy.token_lane import IS_COMPILED, relay_told
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension was not built: no compiler")
@@ -36,11 +30,18 @@ def rig():
     rig.close()
 
 
-def test_the_offset_is_where_the_events_begin(rig):
+def test_the_rest_is_what_a_frame_says_beside_its_tokens(rig):
     payload = payload_of([(1, 0, 2, "x" * 300)], events=b"anything")
-    assert relay_told(payload, {}, 1.0) == ([(1, 0, 2, "x" * 300)], payload.index(b"anything"), [])
-    payload = b"\x93" + payload[1:]  # something follows the events
-    assert relay_told(payload, {}, 1.0) == ([(1, 0, 2, "x" * 300)], payload.index(b"anything"), [])
+    for head in (b"\x92", b"\x93"):
+        taken = relay_told(head + payload[1:], {}, 1.0)
+        assert taken == ([(1, 0, 2, "x" * 300)], head + b"\x90anything", [])
+
+
+@pytest.mark.parametrize("told", [b"\x92\x90\x90", b"\x93\x90\x90\xc0"])
+def test_where_nothing_is_said_beside_tokens_there_is_no_rest(rig, told):
+    assert relay_told(told, {}, 1.0) == ([], None, [])
+    for more in (b"\xc0", b"\x90", b"\0"):
+        assert relay_told(told + more, {}, 1.0) == ([], told + more, [])
 
 
 def every_width(value: int) -> list[bytes]:
@@ -64,7 +65,8 @@ def test_every_width_of_number_text_and_array_is_read(rig):
         ):
             written = told + tokens + token + number + index + token_id + text + b"hi"
             lane = rig.lane(due=3)
-            assert relay_told(written + b"\x90", {7: lane}, 1.0) == ([], len(written), [])
+            end = b"\x90" if told == b"\x92" else b"\x90\xc0"
+            assert relay_told(written + end, {7: lane}, 1.0) == ([], None, [])
             assert rig.received() == chunks_of(["hi"])
             num += 1
     assert rig.ids == [9] * num
@@ -95,15 +97,16 @@ def test_every_width_of_number_text_and_array_is_read(rig):
 )
 def test_of_an_irregular_frame_nothing_is_taken(rig, payload):
     lane = rig.lane()
-    assert relay_told(payload, {7: lane}, 1.0) is None
+    assert relay_told(payload, {7: lane}, 1.0) == ([], payload, [])
     assert (rig.received(), rig.ids, lane.due, lane.take()) == (b"", [], 0, 0)
-    assert relay_told(b"\x92\x91" + GOOD + b"\x90", {7: lane}, 1.0) == ([], 8, [])
+    assert relay_told(b"\x92\x91" + GOOD + b"\x90", {7: lane}, 1.0) == ([], None, [])
 
 
 def test_a_frame_that_is_cut_anywhere_before_its_events_is_irregular(rig):
     payload = payload_of([(7, 0, 1 << 20, "some text"), (8, 300, 1 << 40, "ünï" * 50)])
     for end in range(len(payload) - 1):
-        assert relay_told(memoryview(payload)[:end], {7: rig.lane()}, 1.0) is None
+        taken = relay_told(memoryview(payload)[:end], {7: rig.lane()}, 1.0)
+        assert taken == ([], payload[:end], [])
     assert rig.ids == []
 
 
@@ -126,15 +129,13 @@ def check_against_msgspec(payload: bytes, *, must_take: bool = False) -> None:
     rig = Rig()
     try:
         lanes = {number: rig.lane() for number in range(4)}
-        taken = relay_told(payload, lanes, 1.0)
-        if taken is None:
-            assert not must_take
-            assert (rig.received(), rig.ids) == (b"", [])
+        others, rest, _ = relay_told(payload, lanes, 1.0)
+        if rest == payload:  # or of no tokens
+            assert not must_take or payload.startswith(b"\x92\x90")
+            assert (rig.received(), rig.ids, others) == (b"", [], [])
             return
-        others, offset, _ = taken
-        if payload[0] not in (0x92, 0x93):
-            return  # a longer head: as a whole, it is tested elsewhere
-        tokens = tokens_in(b"\x92" + payload[1:offset] + b"\x90")
+        num_behind = (1 if payload[0] == 0x92 else 2) if rest is None else len(rest) - 2
+        tokens = tokens_in(b"\x92" + payload[1 : len(payload) - num_behind] + b"\x90")
         due = dict.fromkeys(lanes, 0)
         for token in tokens:  # by the rules
             number, index, token_id, _ = token
@@ -160,9 +161,10 @@ def test_a_text_is_taken_if_and_only_if_it_is_strict_utf8():
             try:
                 valid = raw.decode()
             except UnicodeDecodeError:
-                assert taken is None, raw
+                assert taken[::2] == ([], []), raw
+                assert taken[1] is not None, raw
             else:
-                assert taken == ([(1, 2, 3, valid)], 7 + size, []), raw
+                assert taken == ([(1, 2, 3, valid)], None, []), raw
                 num_valid += 1
     assert num_valid > 128 * 128
     with pytest.raises(RemoteProtocolError):
@@ -180,22 +182,22 @@ def test_a_whole_frame_is_read_as_msgspec_reads_it_or_refused_as_it_refuses(
     payload = bytearray(encode_frame(Told(tokens, events)))[4:]
     for place, byte in damages:
         payload[place % len(payload)] = byte
-    taken = relay_told(payload, {}, 1.0)
-    if taken is None:
-        assert damages
-        return
+    taken, rest, _ = relay_told(payload, {}, 1.0)
+    assert damages or taken == tokens
     try:
         told = told_decoder.decode(bytes(payload))
     except RemoteProtocolError:
         with pytest.raises(RemoteProtocolError):
-            behind_tokens(memoryview(payload), taken[1])
+            told_decoder.decode(rest)
         return
-    behind = behind_tokens(memoryview(payload), taken[1]) or ToldBehindTokens([])
-    assert (taken[0], behind.events, behind.status) == (told.tokens, told.events, told.status)
+    behind = Told([], []) if rest is None else told_decoder.decode(rest)
+    assert not (taken and behind.tokens)
+    said = (taken or behind.tokens, behind.events, behind.status)
+    assert said == (told.tokens, told.events, told.status)
 
 
-@pytest.mark.parametrize("frame", [b"\x93\x90\x90", b"\x92\x90\x90\xc0"])
-def test_one_element_too_few_or_too_many_is_refused(frame):
-    for read in (told_decoder.decode, lambda data: behind_tokens(memoryview(data), 2)):
-        with pytest.raises(RemoteProtocolError):
-            read(frame)
+@pytest.mark.parametrize("payload", [b"\x93\x90\x90", b"\x92\x90\x90\xc0"])
+def test_one_element_too_few_or_too_many_is_refused(payload):
+    with pytest.raises(RemoteProtocolError):
+        told_decoder.decode(payload)
+    assert relay_told(payload, {}, 1.0)[1] == payload

@@ -1,4 +1,4 @@
-"""Frames that lanes take whole, and those that are left to be looked at more closely."""
+"""Whole frames, of which a link hears what lanes leave, and bytes that are none."""
 
 import gc
 import weakref
@@ -27,8 +27,8 @@ class Link(LinkReader):
     def frames_came(self, data):
         self.came.append(data)
 
-    def hear_tokens(self, others, failures):
-        self.heard.append((others, failures))
+    def hear_told(self, others, rest, failures):
+        self.heard.append((others, rest, failures))
 
 
 @pytest.fixture
@@ -42,6 +42,11 @@ def frame_of(tokens, events=()):
     return bytes(encode_frame(Told(list(tokens), list(events))))
 
 
+def rest_of(told):
+    return bytes(encode_frame(Told([], told.events, told.status))[4:])
+
+
+PARKED = Parked(num_prompt=1)
 PLAIN = [(7, 3, 42, 'say "hi"'), (8, 0, 43, "other")]
 
 
@@ -55,6 +60,53 @@ def test_a_frame_of_tokens_that_lanes_wait_for_is_taken_whole(rig):
     assert rig.ids == [42, 43]
 
 
+def test_each_frame_is_heard_before_the_next_is_relayed(rig):
+    """Also of those that come at once: what is heard may take a lane away."""
+
+    class Closing(Link):
+        def hear_told(self, others, rest, failures):
+            super().hear_told(others, rest, failures)
+            self.lanes.clear()
+
+    told = [Told([(7, 3, 42, "a")], []), Told([], [(7, PARKED)]), Told([(7, 4, 43, "b")], [])]
+    link = Closing({7: rig.lane(due=3)})
+    link.data_received(b"".join(bytes(encode_frame(each)) for each in told))
+    assert rig.received() == chunks_of(["a"])
+    assert link.heard == [([], rest_of(told[1]), []), (told[2].tokens, None, [])]
+
+
+def test_the_tokens_of_a_frame_with_events_take_their_lanes_first(rig):
+    told = Told([*PLAIN, (9, 0, 1, "of no lane")], [(7, PARKED)])
+    link = Link({7: rig.lane(due=3), 8: rig.lane()})
+    link.data_received(bytes(encode_frame(told)))
+    assert rig.received() == chunks_of(['say "hi"', "other"])
+    assert link.heard == [([(9, 0, 1, "of no lane")], rest_of(told), [])]
+    assert link.came == []
+
+
+def test_what_is_not_due_is_heard_and_closes_its_lane(rig):
+    lanes = {7: rig.lane(due=3), 8: rig.lane()}
+    link = Link(lanes)
+    link.data_received(frame_of([(7, 3, 42, "due"), (8, 1, 43, "not due")]))
+    link.data_received(frame_of([(8, 0, 44, "late")]))
+    assert link.heard == [([(8, 1, 43, "not due")], None, []), ([(8, 0, 44, "late")], None, [])]
+    assert rig.received() == chunks_of(["due"])
+
+
+@pytest.mark.parametrize("payload", [b"\xc0", b"", b"\x91\x90"])
+def test_a_frame_that_is_not_understood_is_all_rest(rig, payload):
+    link = Link()
+    link.data_received(frame_of([]) + len(payload).to_bytes(4, "big") + payload)
+    assert (link.came, link.heard) == ([], [([], payload, [])])
+
+
+def test_an_empty_frame_is_not_heard_but_says_that_the_worker_lives():
+    link = Link()
+    link.num_silent = 5
+    link.data_received(frame_of([]) * 3)
+    assert (link.came, link.heard, link.num_silent) == ([], [], 0)
+
+
 def test_a_frame_without_a_status_element_is_taken_too(rig):
     data = frame_of(PLAIN)
     data = bytes((0, 0, 0, len(data) - 5, 0x92)) + data[5:-1]
@@ -65,20 +117,15 @@ def test_a_frame_without_a_status_element_is_taken_too(rig):
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
         b"\0\0",
         frame_of(PLAIN)[:-1],
         frame_of(PLAIN) + b"\0",
-        frame_of(PLAIN) * 2,
-        frame_of(PLAIN, [(7, Parked(num_prompt=1))]),
-        frame_of([*PLAIN, (9, 0, 1, "of no lane")]),
-        frame_of([*PLAIN, (7, 4, 1, "a second one of its leg")]),
-        frame_of([(7, 3, 42, "due"), (8, 1, 43, "not due")]),
-        frame_of(PLAIN)[:-1] + b"\xc3",
-        b"\0\0\0\1\xc0",
+        frame_of(PLAIN) + frame_of(PLAIN)[:-1],
+        b"\xff" * 4 + frame_of(PLAIN),
+        bytearray(frame_of(PLAIN)),
     ],
 )
-def test_of_any_other_nothing_is_taken(rig, data):
+def test_what_is_not_whole_frames_is_the_protocols(rig, data):
     lanes = {7: rig.lane(due=3), 8: rig.lane()}
     link = Link(lanes)
     link.num_silent = 5
@@ -94,8 +141,8 @@ def test_a_closed_lane_takes_none(rig):
     lanes[8].close()
     link = Link(lanes)
     link.data_received(frame_of(PLAIN))
-    assert link.came == [frame_of(PLAIN)]
-    assert rig.received() == b""
+    assert link.heard == [(PLAIN[1:], None, [])]
+    assert rig.received() == chunks_of(['say "hi"'])
 
 
 def test_behind_some_of_a_frame_nothing_is_taken(rig):
@@ -113,7 +160,7 @@ def test_what_closes_a_lane_meanwhile_gives_its_token_back(rig):
     lanes[7] = outlet_of_7.lane(due=3, write=lambda _: lanes[8].close())
     link = Link(lanes)
     link.data_received(frame_of(PLAIN))
-    assert link.heard == [([PLAIN[1]], [])]
+    assert link.heard == [([PLAIN[1]], None, [])]
     outlet_of_7.close()
 
 
@@ -125,8 +172,8 @@ def test_a_failure_is_told(rig):
     lanes = {7: held.lane(due=3, write=fail), 8: rig.lane()}
     link = Link(lanes)
     link.data_received(frame_of(PLAIN))
-    ((others, ((number, error),)),) = link.heard
-    assert (others, number, str(error)) == ([], 7, "lost")
+    ((others, rest, ((number, error),)),) = link.heard
+    assert (others, rest, number, str(error)) == ([], None, 7, "lost")
     assert rig.received() == chunks_of(["other"])
     held.close()
 
@@ -136,8 +183,12 @@ def test_what_the_protocol_raises_goes_to_the_transport(rig):
         def frames_came(self, data):
             raise OSError("lost")
 
-    with pytest.raises(OSError, match="lost"):
-        Broken().data_received(b"x")
+        def hear_told(self, others, rest, failures):
+            raise OSError("lost")
+
+    for data in (b"x", frame_of(PLAIN)):
+        with pytest.raises(OSError, match="lost"):
+            Broken().data_received(data)
     link = Link({7: rig.lane(due=3), 8: rig.lane()})
     LinkReader.__init__(link, lambda: "no number")
     with pytest.raises(TypeError):
@@ -170,10 +221,8 @@ def test_the_same_is_relayed_as_by_the_general_way(frames):
             link = Link(lanes[0])
             link.data_received(data)
             others, _, failures = relay_told(payload, lanes[1], 1.0)
-            if link.came:
-                assert relay_told(payload, lanes[0], 1.0)[::2] == (others, failures)
-            else:
-                assert link.heard == ([(others, failures)] if others else [])
+            assert link.came == []
+            assert link.heard == ([(others, None, failures)] if others else [])
         assert rigs[0].received() == rigs[1].received()
         assert rigs[0].ids == rigs[1].ids
     finally:
