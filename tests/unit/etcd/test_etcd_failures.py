@@ -1,0 +1,52 @@
+"""What a failed call means."""
+
+import grpc
+import pytest
+
+from neuron_di.errors import PeerGone, PeerRefused, PeerTimeout, RemoteProtocolError
+from neuron_di.etcd.failures import (
+    AnswerTooLarge,
+    HistoryGone,
+    Mend,
+    PermissionDenied,
+    UnknownLease,
+    failure_of,
+)
+
+Code = grpc.StatusCode
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "kind", "mend", "may_have_happened"),
+    [
+        (Code.UNAVAILABLE, "failed to connect to all addresses", PeerGone, "ANOTHER_TRY", False),
+        (Code.UNAVAILABLE, "etcdserver: no leader", PeerGone, "ANOTHER_TRY", False),
+        (Code.UNAVAILABLE, "etcdserver: leader changed", PeerGone, "ANOTHER_TRY", True),
+        (Code.UNAVAILABLE, "etcdserver: request timed out", PeerTimeout, "ANOTHER_TRY", True),
+        (Code.UNKNOWN, "context deadline exceeded", PeerTimeout, "ANOTHER_TRY", True),
+        (Code.DEADLINE_EXCEEDED, "Deadline Exceeded", PeerTimeout, "ANOTHER_TRY", True),
+        (Code.RESOURCE_EXHAUSTED, "etcdserver: too many requests", PeerGone, "ANOTHER_TRY", True),
+        (Code.UNAUTHENTICATED, "etcdserver: invalid auth token", PeerRefused, "NEW_TOKEN", False),
+        (Code.INVALID_ARGUMENT, "etcdserver: user name is empty", PeerRefused, "NEW_TOKEN", False),
+        (Code.PERMISSION_DENIED, "permission denied", PermissionDenied, "NOTHING", False),
+        (Code.NOT_FOUND, "requested lease not found", UnknownLease, "NOTHING", False),
+        (Code.OUT_OF_RANGE, "revision has been compacted", HistoryGone, "NOTHING", False),
+        (Code.RESOURCE_EXHAUSTED, "database space exceeded", PeerRefused, "NOTHING", False),
+        (Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 8)",
+         AnswerTooLarge, "NOTHING", False),
+        (Code.INVALID_ARGUMENT, "key is not provided", PeerRefused, "NOTHING", False),
+        (Code.UNIMPLEMENTED, "unknown service", RemoteProtocolError, "NOTHING", False),
+        (Code.INTERNAL, None, RemoteProtocolError, "NOTHING", False),
+    ],
+)  # fmt: skip
+def test_failures(code, details, kind, mend, may_have_happened):
+    failure = failure_of(code, details, "host:1")
+    assert type(failure.error) is kind
+    assert failure.mend is Mend[mend]
+    assert failure.may_have_happened is may_have_happened
+
+
+def test_someone_elses_words_are_one_short_line():
+    failure = failure_of(Code.INTERNAL, "a\x1b[31m" + "b" * 1000 + "\nsecond line", "host:1")
+    assert len(failure.error.message) < 300
+    assert failure.error.message.isprintable()
