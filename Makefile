@@ -5,8 +5,9 @@ BIN  := $(VENV)/bin
 export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-optimised check format sim chaos handoff-diagram \
-        bench-engine bench-interference bench-verification bench-proxy bench-overload clean
+.PHONY: help demo test test-optimised etcd check format sim chaos dynamic churn handoff-diagram \
+        bench-engine bench-interference bench-verification bench-proxy bench-overload \
+        bench-registry clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -14,23 +15,33 @@ help:
 demo: $(VENV)/demo ## serve the shipped model on this machine and chat with it once
 	@$(BIN)/python examples/demo.py
 
-test: $(VENV)/dev ## the whole test suite
+test: $(VENV)/dev etcd ## the whole test suite
 	$(BIN)/python -m pytest --numprocesses 2 $(TESTS)
 
-test-optimised: $(VENV)/dev ## the same under python -O: no check may hide in an assert
+test-optimised: $(VENV)/dev etcd ## the same under python -O: no check may hide in an assert
 	$(BIN)/python -O -m pytest --numprocesses 2 $(TESTS)
+
+etcd: # for the tests; costs nothing where it is installed
+	@.ci/install-etcd
 
 check: $(VENV)/dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
+# Its cache keeps what an import meant before a module was there.
+	$(BIN)/lint-imports --no-logo --no-cache
 
 sim: $(VENV)/dev ## simulate the server under faults: SEEDS=1000, or SEED=7 to replay one
 	$(BIN)/python -m neuron_di.testing.sim $(if $(SEED),--seed $(SEED) --trace,--seeds $(or $(SEEDS),1000))
 
 chaos: $(VENV)/dev ## kill, freeze, cut and restart real processes in every phase of a request
 	$(BIN)/python -m tests.chaos.matrix $(CHAOS_ARGS)
+
+dynamic: $(VENV)/dev etcd ## workers come, go and fail under load for 60 s: FAULTS=etcd, or F27, strikes etcd
+	PYTHONPATH=tests $(BIN)/python -m dynamic $(if $(FAULTS),--faults $(FAULTS)) $(DYNAMIC_ARGS)
+
+churn: $(VENV)/dev etcd ## a hundred workers come and go under load, and what they leave is counted
+	$(BIN)/python -m pytest --numprocesses 0 tests/dynamic/churn.py
 
 handoff-diagram: $(VENV)/dev ## draw docs/handoff.md from the tables
 	$(BIN)/python -m neuron_di.testing.handoff_diagram > docs/handoff.md
@@ -55,6 +66,9 @@ bench-proxy: $(VENV)/dev ## what a proxy costs, beside SGLANG_PYTHON's and VLLM_
 
 bench-overload: $(VENV)/dev ## goodput at 1 to 3 times the load that can be answered
 	$(BIN)/python -m benchmarks.overload $(BENCH_ARGS)
+
+bench-registry: $(VENV)/dev etcd ## what it costs to know 200 workers, beside ETCD3_PYTHON's etcd3 where it names one
+	$(BIN)/python -m benchmarks.registry $(if $(ETCD3_PYTHON),--etcd3-python $(ETCD3_PYTHON)) $(BENCH_ARGS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info runtime_bindings/neuron_di_bindings/*.so proxy/neuron_di_proxy/*.so

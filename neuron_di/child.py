@@ -15,6 +15,8 @@ BACKOFF_S_MIN = 0.2
 BACKOFF_S_MAX = 10.0
 LONG_LIFE_S = 60.0  # who lived so long starts again without having to wait for earlier ends
 STARTS_REFUSED_MAX = 5
+REPORT_BYTES_MAX = 4096
+LAST_WORDS_TIMEOUT_S = 1.0  # a process that ended may have left its output to one that has not
 
 OnReport = Callable[[str, LaunchReport], None]  # the child's name and what it said
 Tell = Callable[[str], None]  # a line for whoever sits at the terminal
@@ -39,16 +41,23 @@ class Backoff:
 class Child:
     """A process under one name, by whatever pid. Whoever made it ends it with `end`.
 
-    `command` is asked for the arguments, the program first, at each start. The child sits in a
-    session of its own, so Ctrl-C does not reach it.
+    `command` is asked for the arguments, the program first, at each start. `on_said` hears every
+    report of every life. The child sits in a session of its own, so Ctrl-C does not reach it.
     """
 
     def __init__(
-        self, name: str, command: Callable[[], Sequence[str]], *, backoff: Backoff | None = None
+        self,
+        name: str,
+        command: Callable[[], Sequence[str]],
+        *,
+        on_said: OnReport = lambda _name, _report: None,
+        backoff: Backoff | None = None,
     ) -> None:
         self.name = name
         self.is_ready = False
+        self.was_drained = False  # its last words were that an operator wanted it to end
         self._command = command
+        self._on_said = on_said
         self._backoff = backoff or Backoff()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -66,6 +75,7 @@ class Child:
         ConfigError when it says that it cannot start, PeerGone or PeerTimeout when it ends or
         is late without a word. It was killed then: `gone` waits for that.
         """
+        self.was_drained = False
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command(),
             stdin=asyncio.subprocess.DEVNULL,
@@ -88,16 +98,25 @@ class Child:
         """Wait for its end. Returns what to say about it."""
         assert self._process is not None
         code = await self._process.wait()
+        if self._reader is not None:
+            await asyncio.wait([self._reader], timeout=LAST_WORDS_TIMEOUT_S)
         self.is_ready = False
         if code >= 0:
             return f"{self.name} ended by itself with code {code}"
         return f"{self.name} was ended by signal {-code}"
 
     async def keep_up(self, start_timeout_s: float, tell: Tell) -> str:
-        """Start the process again whenever it ends. Returns why, when it refuses to start."""
+        """Start the process again whenever it ends. Returns why, when it refuses to start.
+
+        One that was drained on purpose stays away: this waits for ever then.
+        """
         assert self._process is not None
         words, lived_s, num_refused = await self.life(), 0.0, 0
         while True:
+            if self.was_drained and self._process.returncode == 0:
+                _log.info("child_drained", child=self.name)
+                tell(f"{self.name} was drained and has ended; it is not started again")
+                await asyncio.get_running_loop().create_future()
             wait_s = self._backoff.after(lived_s)
             _log.warning("child_ended", child=self.name, reason=words, restart_in_s=wait_s)
             tell(f"{words}; starting it again in {wait_s:g} s")
@@ -148,14 +167,32 @@ class Child:
             report = heard(line)
             if report is None:
                 continue
+            self._on_said(self.name, report)
             on_report(self.name, report)
             if report.event == "failed":
                 raise ConfigError(f"{self.name}: {report.message}")
             if report.event == "ready":
-                self._reader = asyncio.create_task(_discard(process.stdout))
+                self._reader = asyncio.create_task(self._read_on(process.stdout))
                 return report
         code = await process.wait()
         raise PeerGone(f"{self.name} ended with code {code} before it was ready")
+
+    async def _read_on(self, stream: asyncio.StreamReader) -> None:
+        """A child that prints must never block on a full pipe. Any of its lines may be a report."""
+        begun = b""  # of a line; one that is too long for a report is kept in part
+        while data := await stream.read(65536):
+            *lines, begun = (begun + data).split(b"\n")
+            begun = begun[: REPORT_BYTES_MAX + 1]
+            for line in lines:
+                self._hear(line)
+        if begun:
+            self._hear(begun)
+
+    def _hear(self, line: bytes) -> None:
+        report = heard(line) if len(line) <= REPORT_BYTES_MAX else None
+        self.was_drained = report is not None and report.event == "drained"
+        if report is not None:
+            self._on_said(self.name, report)
 
 
 async def end(children: Sequence[Child], timeout_s: float) -> None:
@@ -174,9 +211,3 @@ async def _wait_all(waits: Sequence[Awaitable[None]], timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*waits)
-
-
-async def _discard(stream: asyncio.StreamReader) -> None:
-    """Read on, so that a child that prints never blocks on a full pipe."""
-    while await stream.read(65536):
-        pass

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from neuron_di import __version__
+from neuron_di.bench import SUMMARY as BENCH_SUMMARY
+from neuron_di.bench import add_bench_flags, run_bench_command
 from neuron_di.config import (
     FlagParser,
     ProxyOptions,
@@ -18,10 +20,14 @@ from neuron_di.config import (
 )
 from neuron_di.conformance_command import SUMMARY as CONFORMANCE_SUMMARY
 from neuron_di.conformance_command import add_conformance_flags, run_conformance_command
+from neuron_di.drain_command import SUMMARY as DRAIN_SUMMARY
+from neuron_di.drain_command import add_drain_flags, run_drain_command
 from neuron_di.errors import ConfigError, NeuronDiError
 from neuron_di.key_command import SUMMARY as KEY_SUMMARY
 from neuron_di.key_command import add_key_flags, run_key_command
 from neuron_di.obs import LaunchReport, say, setup_logging
+from neuron_di.role_command import SUMMARY as ROLE_SUMMARY
+from neuron_di.role_command import add_role_flags, run_role_command
 
 _DESCRIPTION = (
     "A disaggregated LLM server: prompts are computed by prefill workers, answers by decode "
@@ -66,12 +72,25 @@ def _run(arguments: list[str]) -> int:
             "conformance", help=CONFORMANCE_SUMMARY, description=CONFORMANCE_SUMMARY
         )
     )
+    add_bench_flags(commands.add_parser("bench", help=BENCH_SUMMARY, description=BENCH_SUMMARY))
+    drain = commands.add_parser("drain", help=DRAIN_SUMMARY, description=DRAIN_SUMMARY)
+    _add_proxy_flags(drain)
+    add_drain_flags(drain)
+    role = commands.add_parser("role", help=ROLE_SUMMARY, description=ROLE_SUMMARY)
+    _add_proxy_flags(role)
+    add_role_flags(role)
     flags = parser.parse_args(arguments)
     if flags.command == "key":
         print(run_key_command(flags))
         return 0
+    if flags.command == "bench":
+        return run_bench_command(flags)
     if flags.command == "conformance":
         return run_conformance_command(flags)
+    if flags.command == "drain":
+        return run_drain_command(flags, _key_of(flags))
+    if flags.command == "role":
+        return run_role_command(flags, _key_of(flags))
     if flags.command == "status":
         from neuron_di.status import show_status
 

@@ -1,14 +1,16 @@
 """A proxy and its workers on one machine, as child processes: `neuron-di serve`.
 
-The proxy starts first, because workers announce themselves to the registry it holds. Each
-child reports on its standard output; its logs go to our standard error. Children sit in
-sessions of their own, so Ctrl-C reaches this process only, and end when it ends. A worker that
-ends by itself is started again; without the proxy there is nothing to go on with.
+The proxy starts first, because workers announce themselves to the registry it holds, or to the
+etcd it starts. Each child reports on its standard output; its logs go to our standard error.
+Children sit in sessions of their own, so Ctrl-C reaches this process only, and end when it ends.
+A worker that ends by itself is started again, in the role that it had at last; without the proxy
+there is nothing to go on with.
 """
 
 import asyncio
 import contextlib
 import os
+import secrets
 import sys
 from dataclasses import replace
 from functools import partial
@@ -21,10 +23,14 @@ from neuron_di.child import Child, OnReport, Tell, end
 from neuron_di.clock import Deadline
 from neuron_di.config import ProxyOptions, ServeOptions, WorkerOptions, flags_of
 from neuron_di.errors import NeuronDiError, PeerTimeout
+from neuron_di.obs import LaunchReport, get_logger
 from neuron_di.types import Role
+
+_log = get_logger(__name__)
 
 PROXY_START_TIMEOUT_S = 30.0
 WORKER_START_TIMEOUT_S = 600.0  # a large checkpoint on a slow disk
+ASK_TIMEOUT_S = 3.0  # an answer of the proxy's, which may ask every worker for it
 END_TIMEOUT_S = 5.0  # from the end of the drain to the end of the process
 
 
@@ -33,7 +39,8 @@ class Fleet:
 
     `url` is where the proxy serves. Entering raises ConfigError with the words of the child
     that could not start; nothing is left running then. `tell` gets a line when a worker ended
-    by itself, and one when it is back: under the same name and with the same options.
+    by itself, one when it is back, under the same name and with the same options, and one when an
+    operator has changed its role.
     """
 
     def __init__(
@@ -45,12 +52,17 @@ class Fleet:
         self._options = options
         self._on_report = on_report
         self._tell = tell
-        self._registry = ""
+        self._registry: str | None = None
+        self._etcd = options.etcd
         self._proxy = Child("proxy", self._proxy_command)
+        self._roles = self._roles_asked_for()  # by name; what each worker is now
         self._workers = [
-            Child(name, partial(self._worker_command, index, name, role))
-            for index, (name, role) in enumerate(self._roles())
+            Child(name, partial(self._worker_command, index, name), on_said=self._note_role)
+            for index, name in enumerate(self._roles)
         ]
+        # Others may serve under the same etcd: their workers' names must not be ours.
+        is_shared = bool(options.etcd.etcd) and not options.etcd.is_auto
+        self._suffix = f"-{secrets.token_hex(3)}" if is_shared else ""
         self._watches: list[asyncio.Task[str]] = []
         self.url = ""
         self.model_name = options.model_name or os.path.basename(os.path.normpath(options.model))
@@ -99,7 +111,8 @@ class Fleet:
 
     async def _start(self) -> None:
         proxy = await self._proxy.start(Deadline.after(PROXY_START_TIMEOUT_S), self._on_report)
-        self.url, self._registry = proxy.url, proxy.registry
+        self.url, self._registry = proxy.url, proxy.registry or None
+        self._etcd = replace(self._options.etcd, etcd=proxy.etcd)
         deadline = Deadline.after(WORKER_START_TIMEOUT_S)
         try:
             async with asyncio.TaskGroup() as group:
@@ -110,52 +123,78 @@ class Fleet:
         await self._reachable(Deadline.after(PROXY_START_TIMEOUT_S))
 
     async def _reachable(self, deadline: Deadline) -> None:
-        """Wait until the proxy knows its workers: they announce themselves once they are ready."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
+        """Wait until the proxy knows its workers: they announce themselves once they are ready.
+
+        Where others serve under the same etcd, it may serve without ours.
+        """
+        ours = {name + self._suffix for name in self._roles} if self._suffix else set()
+        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
             while not deadline.has_passed():
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    # Our own child: whom its certificate names is for others to check.
-                    async with session.get(f"{self.url}/health", ssl=False) as response:
-                        if response.status == 200:
-                            return
+                    if await self._serves(session) and ours <= await self._known(session, ours):
+                        return
                 await asyncio.sleep(0.05)
         raise PeerTimeout("the proxy did not learn of its workers in time")
 
-    def _roles(self) -> list[tuple[str, Role]]:
+    async def _serves(self, session: aiohttp.ClientSession) -> bool:
+        # Our own child: whom its certificate names is for others to check.
+        async with session.get(f"{self.url}/health", ssl=False) as response:
+            return response.status == 200
+
+    async def _known(self, session: aiohttp.ClientSession, ours: set[str]) -> set[str]:
+        """Whom the proxy has of these."""
+        if not ours:
+            return set()
+        async with session.get(f"{self.url}/status", ssl=False) as response:
+            known = (await response.json())["workers"]
+        return ours & {worker["record"]["worker_id"] for worker in known}
+
+    def _roles_asked_for(self) -> dict[str, Role]:
         options = self._options
         if options.combined:
-            return [("combined-0", "both")]
-        prefill: list[tuple[str, Role]] = [
-            (f"prefill-{i}", "prefill") for i in range(options.prefill)
-        ]
-        return prefill + [(f"decode-{i}", "decode") for i in range(options.decode)]
+            return {"combined-0": "both"}
+        roles: dict[str, Role] = {f"prefill-{i}": "prefill" for i in range(options.prefill)}
+        roles |= {f"decode-{i}": "decode" for i in range(options.decode)}
+        return roles
+
+    def _note_role(self, name: str, report: LaunchReport) -> None:
+        """A worker serves: in another role than before where an operator wanted that."""
+        role = report.role
+        if report.event == "ready" and role is not None and role != self._roles[name]:
+            self._roles[name] = role
+            _log.info("worker_role", worker=name, role=role)
+            self._tell(f"{name} is a {role} worker now; should it end, it is started again as one")
 
     def _proxy_command(self) -> list[str]:
         options = self._options
         proxy = ProxyOptions(
             host=options.host,
             port=options.port,
+            etcd=options.etcd,
             parent_pid=os.getpid(),
             front=options.front,
             limits=options.limits,
+            routing=options.routing,
             log=options.log,
         )
         return [sys.executable, "-m", "neuron_di", "proxy", *flags_of(proxy)]
 
-    def _worker_command(self, index: int, name: str, role: Role) -> list[str]:
+    def _worker_command(self, index: int, name: str) -> list[str]:
         options = self._options
         cores = sorted(os.sched_getaffinity(0))
         # Several workers share the cores: more threads than cores would only wait on each other.
-        threads = 1 if options.pin else max(1, len(cores) // len(self._roles()))
+        threads = 1 if options.pin else max(1, len(cores) // len(self._roles))
         engine = options.engine
         if engine.threads is None:
             engine = replace(engine, threads=threads)
         worker = WorkerOptions(
             model=options.model,
             model_name=options.model_name,
-            role=role,
-            worker_id=name,
+            role=self._roles[name],
+            worker_id=name + self._suffix,
             registry=self._registry,
+            etcd=self._etcd,
             hand_over=options.hand_over,
             drain_timeout_s=options.limits.drain_timeout_s,
             core=cores[index % len(cores)] if options.pin else None,

@@ -1,4 +1,12 @@
-"""`neuron-di status`: the proxy's view of its workers, as a table or as JSON."""
+"""`neuron-di status`: the proxy's view of its workers, as a table or as JSON.
+
+    proxy http://127.0.0.1:8000 pid 4711 serving, 3 requests running, 812 since start
+    worker     role     state   model  layout      load  KV  age  peers
+    prefill-0  prefill  ready   tiny   1f0c93aa…   1/8  12%   3h      2
+
+`load` is requests by slots, `peers` how many workers it has a connection to. What keeps a worker
+or a pair from being used stands below the table, a line each.
+"""
 
 from collections.abc import Iterator
 
@@ -8,7 +16,14 @@ from rich.table import Table
 
 from neuron_di.proxy_answers import ask_status
 from neuron_di.wire import WorkerStatus
-from neuron_di_proxy.status import StatusReport, WorkerReport
+from neuron_di_proxy.partners import shown_digest
+from neuron_di_proxy.status import ProxyStatus, StatusReport, WorkerReport
+from neuron_di_proxy.worker_metrics import kv_usage
+
+REFUSED_SHOWN_MAX = 8
+MODEL_CHARS_MAX = 24
+WIDE_CHARS = 96  # of a terminal that has room for a long model's name
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
 
 def show_status(url: str, *, key: str | None = None, as_json: bool) -> int:
@@ -23,28 +38,47 @@ def show_status(url: str, *, key: str | None = None, as_json: bool) -> int:
 
 def _print_table(url: str, report: StatusReport) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    state = "draining" if report.proxy.is_draining else "serving"
-    console.print(
-        f"proxy {url} pid {report.proxy.pid} {state}, {report.proxy.num_running} requests running, "
-        f"{report.proxy.num_admitted} since start"
-    )
-    if not report.workers:
+    console.print(f"proxy {url} {_proxy_words(report.proxy)}")
+    for sibling in report.siblings:
+        console.print(f"  and {_proxy_words(sibling)}")
+    if report.workers:
+        console.print(_table(report.workers, is_wide=console.width >= WIDE_CHARS))
+    else:
         console.print("no worker has announced itself")
-        return
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("worker", "role", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("pid", "free", "blocks", "waiting", "running", "parked", "receiving"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for worker in report.workers:
-        table.add_row(*_row(worker))
-    console.print(table)
     for words in notes(report):
         console.print(words)
 
 
+def _proxy_words(proxy: ProxyStatus) -> str:
+    state = "draining" if proxy.is_draining else "serving"
+    counts = f"{proxy.num_running} requests running, {proxy.num_admitted} since start"
+    return f"pid {proxy.pid} {state}, {counts}"
+
+
+def _table(workers: list[WorkerReport], *, is_wide: bool) -> Table:
+    """As wide as there is room: a long name of a worker is folded, that of a model cut."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    model_chars = MODEL_CHARS_MAX if is_wide else MODEL_CHARS_MAX // 2
+    table.add_column("worker", overflow="fold", min_width=9)
+    for name in ("role", "state"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("model", overflow="ellipsis", no_wrap=True, max_width=model_chars)
+    table.add_column("layout", no_wrap=True)
+    for name in ("load", "KV", "age", "peers"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in workers:
+        table.add_row(*_row(worker))
+    return table
+
+
 def notes(report: StatusReport) -> Iterator[str]:
     """What an operator should know, a line each."""
+    yield from map(printable, report.remarks)
+    yield from notes_of_workers(report)
+
+
+def notes_of_workers(report: StatusReport) -> Iterator[str]:
+    """Of that, what is about one worker, one pair, or one key of the registry."""
     yield from map(printable, _notes(report))
 
 
@@ -55,18 +89,32 @@ def printable(text: str) -> str:
 
 def _notes(report: StatusReport) -> Iterator[str]:
     for worker in report.workers:
-        worker_id = worker.record.worker_id
-        if worker.is_shunned:
-            yield f"{worker_id} gets no requests: {worker.health_reason or worker.health}"
-        elif worker.unreachable is not None:
-            yield f"{worker_id} does not answer: {worker.unreachable}"
-        if worker.status is not None:
-            troubles = _troubles(worker.status)
-            if troubles:
-                yield f"{worker_id} since its start: {', '.join(troubles)}"
+        yield from _notes_of(worker)
     for pair in report.pairs:
         if pair.outcome == "failed":
             yield f"{pair.prefill} cannot hand over to {pair.decode}: {pair.reason}"
+    for refused in report.refused[-REFUSED_SHOWN_MAX:]:
+        yield f"{refused.worker_id or refused.key} is not used: {refused.reason}"
+    if num_ignored := sum(report.ignored.values()):
+        kinds = ", ".join(f"{fault} {num}" for fault, num in sorted(report.ignored.items()))
+        yield f"{num_ignored} keys of the registry were left out since the start: {kinds}"
+
+
+def _notes_of(worker: WorkerReport) -> Iterator[str]:
+    worker_id = worker.record.worker_id
+    if worker.is_shunned:
+        yield f"{worker_id} gets no requests: {worker.health_reason or worker.health}"
+    elif worker.unreachable is not None:
+        yield f"{worker_id} does not answer: {worker.unreachable}"
+    elif worker.vanished_s is not None:
+        gone = shown_duration(worker.vanished_s)
+        yield f"{worker_id} answers, and is used; its key has been gone for {gone}"
+    if worker.why_alone:
+        yield f"{worker_id} gets no requests: {worker.why_alone}"
+    if worker.status is not None:
+        troubles = _troubles(worker.status)
+        if troubles:
+            yield f"{worker_id} since its start: {', '.join(troubles)}"
 
 
 def _troubles(status: WorkerStatus) -> list[str]:
@@ -83,18 +131,26 @@ def _troubles(status: WorkerStatus) -> list[str]:
 
 def _row(worker: WorkerReport) -> list[str]:
     record, status = worker.record, worker.status
+    names = [printable(record.worker_id), record.role, worker.shown_state()]
+    model = record.model.rpartition("/")[2]  # without whose it is
+    kind = [printable(model), printable(shown_digest(record.layout_digest))]
+    age = "-" if worker.age_s is None else shown_duration(worker.age_s)
     if status is None:
-        return [printable(record.worker_id), record.role, worker.shown_state(), str(record.pid)]
-    num_transferring = str(status.num_transferring)
-    return [
-        printable(record.worker_id),
-        record.role,
-        worker.shown_state(),
-        str(record.pid),
-        str(status.num_blocks_free),
-        str(status.num_blocks),
-        str(status.num_waiting),
-        str(status.num_running),
-        num_transferring if record.role == "prefill" else "-",
-        num_transferring if record.role == "decode" else "-",
-    ]
+        return [*names, *kind, "-", "-", age, "-"]
+    used = f"{kv_usage(status):.0%}"
+    return [*names, *kind, shown_load(worker), used, age, str(len(status.record.connections))]
+
+
+def shown_load(worker: WorkerReport) -> str:
+    """The requests it has by its slots, as it said last."""
+    status = worker.status
+    num_legs = worker.record.num_legs if status is None else status.num_legs
+    return f"{num_legs}/{worker.record.slots}"
+
+
+def shown_duration(duration_s: float) -> str:
+    """In the largest unit that is not 0: 59s, 2h, 3d."""
+    for unit_s, letter in ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "m")):
+        if duration_s >= unit_s:
+            return f"{duration_s / unit_s:.0f}{letter}"
+    return f"{duration_s:.0f}s"

@@ -8,6 +8,8 @@
     prefill-0  prefill  ready     1     0       2  [||||          37%]
 
 Rates and times are of the last seconds. `moving`: requests whose KV is parked, or being received.
+Where there is room, more comes behind that: to how many workers it has a connection (`peers`),
+how long ago it started, how many requests it computes together, its model and its KV layout.
 """
 
 from collections import deque
@@ -21,15 +23,19 @@ from rich.text import Text
 from neuron_di.clock import now_s, sleep_s
 from neuron_di.errors import ConfigError, PeerError, PeerGone, RemoteProtocolError
 from neuron_di.proxy_answers import ask, ask_status
-from neuron_di.status import notes, printable
+from neuron_di.status import MODEL_CHARS_MAX, notes_of_workers, printable, shown_duration
 from neuron_di.top_figures import Buckets, Look, quantile, rate, read_look
+from neuron_di_proxy.partners import shown_digest
 from neuron_di_proxy.status import WorkerReport
 
 INTERVAL_S = 1.0
 WINDOW_S = 10.0  # what rates and times are of
 REFRESHES_PER_S = 4  # so that a terminal of another size is drawn anew at once
 BAR_CHARS = 12
-WIDE_CHARS = 76  # of a terminal that shows everything
+WIDE_CHARS = 76  # of a terminal that shows what each worker does
+FULL_CHARS = 98  # and how it is connected
+VAST_CHARS = 140  # and what it is
+NAME_CHARS_MAX = {True: 18, False: 12}  # of a worker; a longer one loses its middle
 HALF_CHARS = 38  # of the lines above the table
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -114,14 +120,17 @@ class View:
         is_wide = options.max_width >= WIDE_CHARS
         yield from _head(self._url, looks[0], looks[-1], is_wide=is_wide)
         yield Text()
-        yield from _workers(looks[0], looks[-1], is_wide=is_wide)
+        yield from _workers(looks[0], looks[-1], options.max_width)
 
 
 def _head(url: str, before: Look, last: Look, *, is_wide: bool) -> Iterator[Text]:
+    # Above the table: there may be more workers than lines.
+    remarks = [Text(printable(words), style="yellow") for words in last.status.remarks]
     proxies = [last.status.proxy, *last.status.siblings]
     state = "draining" if last.status.proxy.is_draining else "serving"
     processes = f", {len(proxies)} processes" if len(proxies) > 1 else ""
     yield Text.assemble(("proxy ", "bold"), f"{url} {state}{processes}")
+    yield from remarks
     num_running = sum(proxy.num_running for proxy in proxies)
     duration_s = last.at_s - before.at_s
     written = rate(before.num_answer_tokens, last.num_answer_tokens, duration_s)
@@ -146,11 +155,22 @@ def _times(before: Buckets, after: Buckets) -> str:
     return f"p50 {_duration(median_s)}, p99 {_duration(slow_s)}"
 
 
-def _workers(before: Look, last: Look, *, is_wide: bool) -> Iterator[RenderableType]:
+def _workers(before: Look, last: Look, num_chars: int) -> Iterator[RenderableType]:
     workers = last.status.workers
     if not workers:
         yield Text("no worker has announced itself")
-        return
+    else:
+        yield _table(before, last, num_chars)
+    troubles = list(notes_of_workers(last.status))
+    if troubles:
+        yield Text()
+        yield from (Text(words, style="yellow") for words in troubles)
+
+
+def _table(before: Look, last: Look, num_chars: int) -> Table:
+    """As many columns as there is room for."""
+    is_wide, is_full = num_chars >= WIDE_CHARS, num_chars >= FULL_CHARS
+    name_chars = NAME_CHARS_MAX[is_full or not is_wide]
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("worker", no_wrap=True, overflow="ellipsis", ratio=1)
     for name in ("role", "state") if is_wide else ("state",):
@@ -162,19 +182,22 @@ def _workers(before: Look, last: Look, *, is_wide: bool) -> Iterator[RenderableT
         table.add_column("KV in/s", no_wrap=True, justify="right")
     else:
         table.add_column("KV", no_wrap=True, justify="right")
+    more: tuple[str, ...] = ("peers", "age", "slots", "model", "layout")
+    more = more[: 5 if num_chars >= VAST_CHARS else 2 if is_full else 0]
+    for name in more:
+        is_number = name in more[:3]
+        table.add_column(name, no_wrap=True, justify="right" if is_number else "left")
     received = before.kv_bytes()
     duration_s = last.at_s - before.at_s
-    for worker in workers:
+    for worker in last.status.workers:
         num_before = received.get(worker.record.incarnation, 0)
         cells = _cells(worker, num_before, duration_s, is_wide=is_wide)
         if not is_wide:
             cells = [cells[place] for place in (0, 2, 3, 4, 6)]
+        cells[0] = _short(cells[0], name_chars)
+        cells += _more_cells(worker)[: len(more)]
         table.add_row(*map(Text, cells), style=_style(worker))
-    yield table
-    troubles = list(notes(last.status))
-    if troubles:
-        yield Text()
-        yield from (Text(words, style="yellow") for words in troubles)
+    return table
 
 
 def _cells(
@@ -198,9 +221,25 @@ def _cells(
     ]
 
 
+def _more_cells(worker: WorkerReport) -> list[str]:
+    """What a row says of the worker itself."""
+    record = worker.record if worker.status is None else worker.status.record
+    age = "" if worker.age_s is None else shown_duration(worker.age_s)
+    model = _short(printable(record.model.rpartition("/")[2]), MODEL_CHARS_MAX)
+    layout = printable(shown_digest(record.layout_digest))
+    return [str(len(record.connections)), age, str(record.slots), model, layout]
+
+
+def _short(name: str, num_chars: int) -> str:
+    half = num_chars // 2
+    return name if len(name) <= num_chars else f"{name[: half - 1]}…{name[-half:]}"
+
+
 def _style(worker: WorkerReport) -> str:
     if worker.is_shunned or worker.status is None:
         return "red"
+    if worker.health == "vanished" or worker.why_alone:
+        return "yellow"
     return "" if worker.status.record.state == "ready" else "dim"
 
 

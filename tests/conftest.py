@@ -16,7 +16,7 @@ sys.dont_write_bytecode = False
 if sys.flags.optimize:  # python -O -m pytest: the processes that tests start drop asserts, too
     os.environ["PYTHONOPTIMIZE"] = str(sys.flags.optimize)
 
-_SERVERS = ("tests/e2e/", "tests/chaos/", "tests/sim/")
+_SERVERS = ("tests/e2e/", "tests/chaos/", "tests/dynamic/", "tests/sim/")
 
 
 @pytest.hookimpl(optionalhook=True)

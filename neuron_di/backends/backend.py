@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.kv import KvLayout, KvPool
-from neuron_di.types import BlockId
+from neuron_di.types import BlockId, Incarnation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,17 @@ class Backend(Protocol):
 
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Return once no device write to these blocks is in flight: they may be read or freed."""
+        ...
+
+    def close_pool(self) -> None:
+        """Give the pool back and keep the weights: only `open_pool` or `close` may follow."""
+        ...
+
+    def open_pool(self, num_blocks: int, incarnation: Incarnation) -> None:
+        """Allocate another pool after `close_pool`, of this size and for this incarnation.
+
+        Raises ConfigError where the memory cannot be had; then it may be called again.
+        """
         ...
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ The reference for all others.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from neuron_di.models import (
 )
 from neuron_di.obs import get_logger
 from neuron_di.request import Request
-from neuron_di.types import BlockId
+from neuron_di.types import BlockId, Incarnation
 from neuron_di_bindings import cpu_kernels
 
 _log = get_logger(__name__)
@@ -44,29 +44,55 @@ class CpuBackend:
 
     def __init__(self, options: BackendOptions) -> None:
         torch.set_num_threads(options.num_threads)
-        spec = options.spec
+        self._options = options
         self.layout = options.layout
-        self.num_vocab = spec.num_vocab
+        self.num_vocab = options.spec.num_vocab
         self.pool = KvPool.create(self.layout, options.num_blocks, options.incarnation)
         try:
-            weights = load_weights(
-                options.folder, spec, dtype=self.layout.dtype, on_progress=options.on_progress
+            self._weights = load_weights(
+                options.folder,
+                options.spec,
+                dtype=self.layout.dtype,
+                on_progress=options.on_progress,
             )
         except BaseException:
             self.pool.close()
             raise
-        # A request cannot be longer than the pool, whatever the model's context.
-        num_positions = min(spec.context_tokens, options.num_blocks * self.layout.block_size)
-        angle_tables = spec.rope.angle_tables(spec.head_dim, num_positions)
-        self._decoder = _open_decoder(options, weights, angle_tables, self.pool)
+        self._bind_pool()
+        self._has_pool = True
         code = cpu_kernels.load().isas[-1] if self._decoder is not None else "torch"
         # A replay runs the decode step's own code, and a prompt's chunks are cut alike.
         self.numerics = f"cpu {self.layout.dtype} {code} threads={options.num_threads}"
+
+    def close_pool(self) -> None:
+        if self._has_pool:
+            # The kernels know the weights and the pool by address only: they go first.
+            del self._decoder, self._transformer
+            self._has_pool = False
+            self.pool.close()
+
+    def open_pool(self, num_blocks: int, incarnation: Incarnation) -> None:
+        self.pool = KvPool.create(self.layout, num_blocks, incarnation)
+        self._options = replace(self._options, num_blocks=num_blocks, incarnation=incarnation)
+        try:
+            self._bind_pool()
+        except BaseException:
+            self.pool.close()
+            raise
+        self._has_pool = True
+
+    def _bind_pool(self) -> None:
+        """Make what computes: it knows where the weights and the pool lie."""
+        options, spec = self._options, self._options.spec
+        # A request cannot be longer than the pool, whatever the model's context.
+        num_positions = min(spec.context_tokens, options.num_blocks * self.layout.block_size)
+        angle_tables = spec.rope.angle_tables(spec.head_dim, num_positions)
+        self._decoder = _open_decoder(options, self._weights, angle_tables, self.pool)
         pool = self.pool.tensor()
         attend: AttendChunk = TorchAttention(pool, spec.sliding_window)
         if self._decoder is not None and self.layout.dtype == "float32":
             attend = self._attend_by_kernel  # in 16 bits torch may use the matrix unit
-        self._transformer = Transformer(spec, weights, angle_tables, pool, attend)
+        self._transformer = Transformer(spec, self._weights, angle_tables, pool, attend)
 
     def prefill(
         self,
@@ -164,9 +190,8 @@ class CpuBackend:
         """Nothing to wait for: a step has made all its writes when it returns."""
 
     def close(self) -> None:
-        # The kernels know the weights and the pool by address only: they go first.
-        del self._decoder, self._transformer
-        self.pool.close()
+        self.close_pool()
+        del self._weights
 
 
 def _open_decoder(

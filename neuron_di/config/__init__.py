@@ -1,5 +1,7 @@
 """What a process is told at its start: typed options from flags, environment and a TOML file."""
 
+from neuron_di.config.descriptor_limit import raise_descriptor_limit
+from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.exposure import is_loopback
 from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
 from neuron_di.config.front import FrontOptions
@@ -13,20 +15,27 @@ from neuron_di.config.options import (
     ServeOptions,
     WorkerOptions,
 )
+from neuron_di.config.routing import RoutingOptions, RoutingPolicy
+from neuron_di.config.worker_addresses import WorkerAddressOptions
 
 __all__ = [
     "ByteSize",
     "EngineOptions",
+    "EtcdOptions",
     "FlagParser",
     "FrontOptions",
     "HandOverOptions",
     "LimitOptions",
     "LogOptions",
     "ProxyOptions",
+    "RoutingOptions",
+    "RoutingPolicy",
     "ServeOptions",
+    "WorkerAddressOptions",
     "WorkerOptions",
     "add_flags",
     "flags_of",
     "is_loopback",
     "load_options",
+    "raise_descriptor_limit",
 ]

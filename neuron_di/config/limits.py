@@ -6,6 +6,7 @@ is a named constant where it is used.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from neuron_di.config.option import option
 
@@ -97,7 +98,7 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOverOptions:
-    """Limits between a prefill and a decode worker."""
+    """Limits between a prefill and a decode worker, and how they talk."""
 
     kv_lease_s: float = option(
         "seconds a prefill worker keeps a prompt's KV for a decode worker that is silent about it",
@@ -148,6 +149,11 @@ class HandOverOptions:
     )
     peers_max: int = option(
         "decode workers that a prefill worker talks to at once", default=256, at_least=1
+    )
+    signal_curve: Literal["auto", "off"] = option(
+        "whether workers encrypt what they say to each other and know each other by their keys "
+        "(CURVE); auto does where libzmq can",
+        default="auto",
     )
     remembered_max: int = option(
         "ended requests that a worker still knows, and early look-ups that it keeps",

@@ -12,7 +12,7 @@ from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, 
 
 ByteSize = NewType("ByteSize", int)  # written as 512MiB or 2GiB
 
-Form = Literal["HOST:PORT", "tcp://HOST:PORT", "http://HOST:PORT"]
+Form = Literal["HOST:PORT", "HOST:PORT|auto", "tcp://HOST:PORT", "http://HOST:PORT"]
 
 VARIABLE_PREFIX = "NEURON_DI_"
 

@@ -7,9 +7,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
 from neuron_di.config.option import ByteSize, option
+from neuron_di.config.routing import RoutingOptions
+from neuron_di.config.worker_addresses import WorkerAddressOptions
 from neuron_di.errors import ConfigError
 from neuron_di.types import WORKER_ID_PATTERN, Role
 
@@ -123,6 +126,11 @@ class WorkerOptions:
         "worker asks nobody for a key and encrypts nothing",
         default=False,
     )
+    announce_host: str | None = option(
+        "the IP address others reach this worker by; none is the one it listens on or, "
+        "where that is 0.0.0.0 or ::, the one that leads to the registry",
+        default=None,
+    )
     port: int = _port(0)
     signal_port: int = option(
         "port a prefill worker listens on for decode workers; 0 takes any free one",
@@ -136,9 +144,15 @@ class WorkerOptions:
         default=None,
         form="tcp://HOST:PORT",
     )
+    etcd: EtcdOptions = field(default_factory=EtcdOptions)
     static_peer: str | None = option(
         "the only partner of this worker: for decode the signal address HOST:PORT of a prefill "
         "worker, for prefill the id of a decode worker; none takes those that requests name",
+        default=None,
+    )
+    static_peer_key: str | None = option(
+        "public key that the only partner must have, as its status says it; none takes the one "
+        "that requests name, and lets any partner of a prefill worker in",
         default=None,
     )
     hand_over: HandOverOptions = field(default_factory=HandOverOptions)
@@ -152,6 +166,7 @@ class WorkerOptions:
     num_siblings: int = option(
         "workers that start on this machine at the same time", default=1, at_least=1, hidden=True
     )
+    addresses: WorkerAddressOptions = field(default_factory=WorkerAddressOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)
 
@@ -160,6 +175,18 @@ class WorkerOptions:
             raise ConfigError(
                 "--worker-id must be 1 to 64 letters, digits, dots, dashes or underscores",
                 param="worker_id",
+            )
+        if self.announce_host is not None:
+            reason = WorkerAddressOptions().why_refused(self.announce_host, PORT_MAX)
+            if reason:
+                raise ConfigError(f"--announce-host: {reason}", param="announce_host")
+        if self.registry is not None and self.etcd.etcd:
+            raise ConfigError("--registry and --etcd are two registries: give one of them")
+        if self.etcd.is_auto:
+            raise ConfigError(
+                "--etcd auto is for `neuron-di serve` and `neuron-di proxy`, which start it: give "
+                "a worker the address that they log",
+                param="etcd",
             )
 
 
@@ -174,6 +201,7 @@ class ProxyOptions:
         default="tcp://127.0.0.1:0",
         form="tcp://HOST:PORT",
     )
+    etcd: EtcdOptions = field(default_factory=EtcdOptions)
     prefill_urls: tuple[str, ...] = option(
         "prefill workers that do not announce themselves", default=(), form="http://HOST:PORT"
     )
@@ -192,6 +220,8 @@ class ProxyOptions:
     )
     front: FrontOptions = field(default_factory=FrontOptions)
     limits: LimitOptions = field(default_factory=LimitOptions)
+    routing: RoutingOptions = field(default_factory=RoutingOptions)
+    addresses: WorkerAddressOptions = field(default_factory=WorkerAddressOptions)
     log: LogOptions = field(default_factory=LogOptions)
 
 
@@ -207,9 +237,11 @@ class ServeOptions:
     model_name: str | None = _model_name()
     host: str = _host()
     port: int = _port(8000)
+    etcd: EtcdOptions = field(default_factory=EtcdOptions)
     hand_over: HandOverOptions = field(default_factory=HandOverOptions)
     front: FrontOptions = field(default_factory=FrontOptions)
     limits: LimitOptions = field(default_factory=LimitOptions)
+    routing: RoutingOptions = field(default_factory=RoutingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)
 

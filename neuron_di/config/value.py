@@ -11,6 +11,7 @@ from neuron_di.errors import ConfigError
 _HOST_PORT = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})"
 _FORMS = {
     "HOST:PORT": re.compile(_HOST_PORT),
+    "HOST:PORT|auto": re.compile(f"auto|{_HOST_PORT}"),
     "tcp://HOST:PORT": re.compile("tcp://" + _HOST_PORT),
     "http://HOST:PORT": re.compile("http://" + _HOST_PORT + "/?"),
 }
@@ -132,5 +133,5 @@ def _check_text(spec: OptionSpec, text: str) -> None:
         raise ValueError(text)
     if spec.form is not None:
         match = _FORMS[spec.form].fullmatch(text)
-        if match is None or int(match["port"]) > _PORT_MAX:
+        if match is None or int(match["port"] or 0) > _PORT_MAX:
             raise ValueError(text)

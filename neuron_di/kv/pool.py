@@ -8,10 +8,11 @@ A reader notes the generations of the blocks it was promised, copies, and compar
 that was given up meanwhile shows, whatever the reason. Owner and readers need no lock.
 """
 
+import contextlib
 import os
 import struct
 from collections.abc import Iterable
-from mmap import mmap
+from mmap import MADV_REMOVE, mmap
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -94,6 +95,8 @@ class KvPool:
 
     def retire(self, block_ids: Iterable[BlockId]) -> None:
         """Mark blocks as given up. Call it before anything may write to them again."""
+        if self._view is None:
+            return  # all of them are
         for block_id in block_ids:
             self._generations[block_id] += 1
 
@@ -107,10 +110,20 @@ class KvPool:
         )
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes with its last tensor. Safe to call twice."""
-        if self._view is not None:
-            self._view = None
-            os.close(self._fd)
+        """Give the memory and the descriptor back. Safe to call twice.
+
+        Whoever still has the pool mapped, here or in another process, keeps none of its memory:
+        it finds that every block was given up, and zeros.
+        """
+        view, self._view = self._view, None
+        if view is None:
+            return
+        self._generations += 1
+        self._generations = np.zeros(0, np.uint64)  # the old ones would keep the map
+        start = _data_offset(self.num_blocks)
+        with contextlib.suppress(OSError):  # then the memory goes with the last map
+            view.madvise(MADV_REMOVE, start, len(view) - start)
+        os.close(self._fd)
 
 
 class PeerPool:

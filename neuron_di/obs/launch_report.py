@@ -8,16 +8,24 @@ from typing import Literal
 
 import msgspec
 
+from neuron_di.types import Role
+
 
 class LaunchReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line. `loading` may repeat; `ready` or `failed` comes once, last."""
+    """One line. `loading` may repeat, `ready` or `failed` ends the start.
 
-    event: Literal["loading", "ready", "failed"]
+    `ready` comes again when a worker has changed its role; `drained` is the last word of one that
+    ends by an operator's order.
+    """
+
+    event: Literal["loading", "ready", "failed", "drained"]
     done_bytes: int = 0
     total_bytes: int = 0
     url: str = ""
     registry: str = ""  # where workers announce themselves; the proxy's only
+    etcd: tuple[str, ...] = ()  # or the etcd for that, where the proxy has started one
     worker_id: str = ""
+    role: Role | None = None  # of a worker that is ready
     message: str = ""
 
 

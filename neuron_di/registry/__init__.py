@@ -1,9 +1,11 @@
 """Who is there: workers announce themselves in a registry, a directory follows it."""
 
 from neuron_di.registry.announcer import Announcer
-from neuron_di.registry.directory import WORKERS_PREFIX, Directory
+from neuron_di.registry.directory import KEEP_S, WORKERS_PREFIX, Directory, keep_s_for
 from neuron_di.registry.embedded import EmbeddedRegistry
+from neuron_di.registry.record_reader import RefusedRecord
 from neuron_di.registry.registry import (
+    CandidRegistry,
     KeyChanged,
     KeyDeleted,
     LeaseId,
@@ -14,19 +16,25 @@ from neuron_di.registry.registry import (
 )
 from neuron_di.registry.registry_client import RegistryClient
 from neuron_di.registry.registry_server import RegistryServer
+from neuron_di.registry.supervised import Supervised
 
 __all__ = [
+    "KEEP_S",
     "WORKERS_PREFIX",
     "Announcer",
+    "CandidRegistry",
     "Directory",
     "EmbeddedRegistry",
     "KeyChanged",
     "KeyDeleted",
     "LeaseId",
+    "RefusedRecord",
     "Registry",
     "RegistryClient",
     "RegistryEvent",
     "RegistryServer",
     "Snapshot",
+    "Supervised",
     "WatchableRegistry",
+    "keep_s_for",
 ]

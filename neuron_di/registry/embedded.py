@@ -58,6 +58,15 @@ class EmbeddedRegistry:
         self._revision = 0  # number of changes so far; the history holds the latest of them
         self._history: deque[KeyChanged | KeyDeleted] = deque(maxlen=HISTORY_MAX)
         self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
+        self._trouble_of_server: Callable[[], str] = lambda: ""
+
+    def trouble(self) -> str:
+        """Why others cannot reach it; empty while they can, or nobody serves it to others."""
+        return self._trouble_of_server()
+
+    def is_served_by(self, trouble: Callable[[], str]) -> None:
+        """Others reach it through somebody who says by `trouble` what is wrong with that."""
+        self._trouble_of_server = trouble
 
     async def grant(self, ttl_s: float) -> LeaseId:
         if not TTL_S_MIN <= ttl_s <= TTL_S_MAX:
@@ -85,7 +94,8 @@ class EmbeddedRegistry:
             raise PeerRefused(f"the registry has {KEYS_MAX} keys, its limit")
         self._entries[key] = _Entry(value, lease)
         holder.keys.add(key)
-        self._record(KeyChanged(key, value))
+        if former is None or former.value != value:  # else nothing is new to those who watch
+            self._record(KeyChanged(key, value))
 
     async def keep_alive(self, lease: LeaseId) -> float:
         holder = self._leases.get(lease)
@@ -103,6 +113,10 @@ class EmbeddedRegistry:
         now = self._clock()
         for lease in [name for name, each in self._leases.items() if each.ends_s <= now]:
             self._drop(lease)
+
+    async def wait_change(self) -> None:
+        """Wait for the next change of a key."""
+        await self._changed.wait()
 
     def extend_all(self, duration_s: float) -> None:
         """Let every lease last longer, for time in which it could not be kept alive."""

@@ -6,7 +6,7 @@ routes by a registry probes as well.
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType, Protocol, runtime_checkable
 
 LeaseId = NewType("LeaseId", int)
 
@@ -69,4 +69,20 @@ class WatchableRegistry(Protocol):
         Never ends and raises nothing: it resumes by itself where it was interrupted, and where
         that is impossible, because too much has happened since, it says a Snapshot again.
         """
+        ...
+
+
+@runtime_checkable
+class CountingRegistry(Protocol):
+    """A registry that tells of no more than is useful."""
+
+    num_dropped: int  # keys so far that it did not tell of
+
+
+@runtime_checkable
+class CandidRegistry(Protocol):
+    """A registry that says when it cannot be reached. One that does not always can."""
+
+    def trouble(self) -> str:
+        """Why nothing is heard from it now, in words; empty while all is well. At once."""
         ...

@@ -3,11 +3,13 @@
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self, TypeVar
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from neuron_di.errors import (
     ConfigError,
@@ -17,9 +19,10 @@ from neuron_di.errors import (
     PeerTimeout,
     RemoteProtocolError,
 )
-from neuron_di.obs import get_logger
+from neuron_di.obs import LimitedLogger
 from neuron_di.registry.link import open_socket
 from neuron_di.registry.registry import LeaseId, RegistryEvent, Snapshot
+from neuron_di.registry.supervised import Supervised
 from neuron_di.wire import (
     RECORD_BYTES_MAX,
     GrantLease,
@@ -39,10 +42,12 @@ from neuron_di.wire import (
     registry_answer_decoder,
 )
 
-_log = get_logger(__name__)
+_log = LimitedLogger(__name__)  # an outage brings them about
 
 CALL_TIMEOUT_S = 2.0
-WATCH_INTERVAL_S = 0.25  # between two looks whether something has changed
+WATCH_WAIT_S = 1.5  # the registry answers at the next change, or after this: else it hangs
+WATCH_PAUSE_S = 0.05  # at least, between two looks: what changes meanwhile is seen together
+RETRY_S = 0.25
 
 A = TypeVar("A", LeaseGranted, KeyPut, LeaseRemaining, LeaseRevoked, KeysListed)
 
@@ -51,8 +56,8 @@ class RegistryClient:
     """A Registry, and watchable, while entered: `async with RegistryClient("tcp://host:port")`.
 
     A call ends with its answer, or with PeerTimeout after `call_timeout_s` seconds; nothing
-    has to listen yet when the client is entered. `num_malformed` counts answers that could
-    not be understood.
+    has to listen yet when the client is entered. Calls that wait when the connection breaks end
+    with PeerGone. `num_malformed` counts answers that could not be understood.
     """
 
     def __init__(self, address: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
@@ -60,7 +65,14 @@ class RegistryClient:
         self._call_timeout_s = call_timeout_s
         self._calls = itertools.count(1)
         self._pending: dict[int, asyncio.Future[RegistryAnswer]] = {}
+        self._receiving = Supervised("registry's link", self._receive)
+        self._monitoring = Supervised("registry link's monitor", self._monitor)
+        self._watch_trouble = ""  # why the last look of a watch failed
         self.num_malformed = 0
+
+    def trouble(self) -> str:
+        """Why a watch hears nothing; empty while all is well."""
+        return self._receiving.trouble() or self._monitoring.trouble() or self._watch_trouble
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
@@ -72,7 +84,14 @@ class RegistryClient:
             raise ConfigError(
                 f"{self._address} is not the address of a registry: {error}"
             ) from None
-        self._task = asyncio.create_task(self._receive())
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        async with AsyncExitStack() as stack:
+            stack.callback(self._context.destroy, linger=0)
+            stack.callback(self._socket.disable_monitor)
+            stack.callback(self._end_calls, "the link to the registry was closed")
+            for part in (self._receiving, self._monitoring):
+                await stack.enter_async_context(part)
+            self._parts = stack.pop_all()
         return self
 
     async def __aexit__(
@@ -81,14 +100,7 @@ class RegistryClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(PeerGone("the link to the registry was closed"))
-        self._context.destroy(linger=0)
-        if not self._task.cancelled():
-            self._task.result()  # it had failed, which is our own bug: show it
+        await self._parts.__aexit__(kind, error, traceback)
 
     async def grant(self, ttl_s: float) -> LeaseId:
         answer = await self._ask(GrantLease(call=next(self._calls), ttl_s=ttl_s), LeaseGranted)
@@ -117,19 +129,28 @@ class RegistryClient:
             try:
                 version, values = await self._all(prefix, seen)
             except PeerError as error:
+                self._watch_trouble = error.message
                 _log.warning("registry_unreachable", reason=error.message)
-            else:
-                if version != seen:
-                    seen = version
-                    yield Snapshot(values)
-            await asyncio.sleep(WATCH_INTERVAL_S)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._watch_trouble = ""
+            if version != seen:
+                seen = version
+                yield Snapshot(values)
+            await asyncio.sleep(WATCH_PAUSE_S)
 
     async def _all(self, prefix: str, seen: str) -> tuple[str, dict[str, bytes]]:
-        """Every key and the version they are of; no key where that is the one that was seen."""
+        """Every key and the version they are of; no key where that is the one that was seen.
+
+        Then it may take until something changes.
+        """
         version, values, after = "", dict[str, bytes](), ""
+        wait_s = WATCH_WAIT_S if seen else 0.0
         while True:
-            request = ListKeys(call=next(self._calls), prefix=prefix, after=after, seen=seen)
-            page = await self._ask(request, KeysListed)
+            request = ListKeys(
+                call=next(self._calls), prefix=prefix, after=after, seen=seen, wait_s=wait_s
+            )
+            page = await self._ask(request, KeysListed, wait_s=wait_s)
             if page.values is None:
                 return page.version, {}
             if version and page.version != version:  # it changed between two pages: begin again
@@ -143,17 +164,21 @@ class RegistryClient:
             if after <= before:
                 raise RemoteProtocolError("the registry's pages do not go on")
 
-    async def _ask(self, request: RegistryCall, answer_type: type[A]) -> A:
-        """The answer, which must be of this type, before the deadline."""
+    async def _ask(self, request: RegistryCall, answer_type: type[A], wait_s: float = 0.0) -> A:
+        """The answer, which must be of this type, before the deadline.
+
+        `wait_s` is what the registry may take beside that.
+        """
+        timeout_s = self._call_timeout_s + wait_s
         future = asyncio.get_running_loop().create_future()
         self._pending[request.call] = future
         try:
-            async with asyncio.timeout(self._call_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self._socket.send(encode_msgpack(request))
                 answer = await future
         except TimeoutError:
             raise PeerTimeout(
-                f"the registry at {self._address} did not answer within {self._call_timeout_s} s"
+                f"the registry at {self._address} did not answer within {timeout_s:g} s"
             ) from None
         finally:
             del self._pending[request.call]
@@ -175,3 +200,14 @@ class RegistryClient:
             future = self._pending.get(answer.call)
             if future is not None and not future.done():  # else it came after its deadline
                 future.set_result(answer)
+
+    async def _monitor(self) -> None:
+        """The connection broke: what was asked on it is not answered any more."""
+        while True:
+            await recv_monitor_message(self._events)
+            self._end_calls("the registry hung up")
+
+    def _end_calls(self, reason: str) -> None:
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(PeerGone(reason))

@@ -145,6 +145,13 @@ class FakeBackend:
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Every write has been made when a step returns."""
 
+    def close_pool(self) -> None:
+        self.pool.close()
+
+    def open_pool(self, num_blocks: int, incarnation: Incarnation) -> None:
+        self._own_pool = FakePool(self.layout, num_blocks, incarnation)
+        self.pool = self._own_pool
+
     def close(self) -> None:
         self.pool.close()
 

@@ -12,6 +12,7 @@ from neuron_di.testing.faults import LEG_FAULTS, MESSAGE_FAULTS, TRANSFER_FAULTS
 from neuron_di.testing.sim_cluster import Cluster
 from neuron_di.testing.sim_proxy import Lie
 from neuron_di.testing.sim_worker import PROXY, SimWorker
+from neuron_di.types import Role
 
 CHAOS_S = 4.0  # until everything is healed
 SINGLE_CHAOS_S = 14.0
@@ -26,7 +27,13 @@ SINGLE_MESSAGE_FAULTS = tuple(
 )
 PHASE_TAGS = ("lookup_all", "not_yet", "ready", "hold", "pull", "done", "abort", "handshake")
 # Of each kind of blow, that a run has some of it.
-CHANCES = {"kill": 0.4, "freeze": 0.3, "cut": 0.3, "lie": 0.2, "wipe": 0.05, "kill proxy": 0.05}
+CHANCES = {
+    "kill": 0.4, "freeze": 0.3, "cut": 0.3, "lie": 0.2, "wipe": 0.05, "kill proxy": 0.05,
+    "drain": 0.25, "role": 0.25,
+}  # fmt: skip
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+DRAINS_S = (0.0, 0.5, 60.0)  # the time limits of orders
+SINGLE_ORDER_SHARE = 0.25
 LIES: tuple[Lie, ...] = ("hidden", "stale", "misplaced")
 
 Blow = Literal["kill", "freeze"]
@@ -55,6 +62,8 @@ def draw_rates_of_run(rng: random.Random) -> dict[str, float]:
         rates |= draw_rates(rng, LEG_FAULTS, share=0.5, rate_max=0.2)
     if rng.random() < 0.1:
         rates["garbage"] = 0.05 * rng.random()
+    if rng.random() < 0.1:
+        rates["role fails"] = 0.7 * rng.random()
     if rng.random() < 0.05:
         rates["step fails"] = 0.05 * rng.random()
     return rates
@@ -69,6 +78,7 @@ class Chaos:
         self._ambushes: list[Ambush] = []
         self._seen: dict[str, int] = {}
         self._is_over = False
+        self._is_single = False
 
     def begin(self) -> None:
         """Draw everything, and wait for the moments."""
@@ -93,8 +103,13 @@ class Chaos:
 
     def begin_single(self) -> None:
         """One thing goes wrong at some moment: no request may be lost by that."""
+        self._is_single = True
         rng, cluster = self._rng, self._cluster
         cluster.network.on_signal = self._on_signal
+        if rng.random() < SINGLE_ORDER_SHARE:  # which harms nobody, however long it takes
+            kind = rng.choice(("drain", "role"))
+            self._later(rng.random() * 2.0, kind, rng.choice((0.3, 3.0, 12.0)) * rng.random())
+            return
         if rng.random() < 0.4:
             kinds = SINGLE_FAULTS if rng.random() < 0.6 else SINGLE_MESSAGE_FAULTS
             cluster.faults.once = {rng.choice(kinds): rng.randrange(10)}
@@ -147,6 +162,8 @@ class Chaos:
             cluster.faults.count("kill proxy")
             cluster.proxy.kill()
             cluster.loop.call_later(lasts_s, cluster.proxy.start)
+        elif kind in ("drain", "role"):
+            self._order(place, kind, lasts_s)
         elif kind == "lie":
             self._lie(place, rng.choice(LIES), lasts_s)
         else:
@@ -164,6 +181,19 @@ class Chaos:
         else:
             place.freeze()
             cluster.loop.call_later(lasts_s, place.thaw)
+
+    def _order(self, place: SimWorker, kind: str, lasts_s: float) -> None:
+        """Drain a worker, which is started again a while later, or change its role."""
+        rng, cluster = self._rng, self._cluster
+        timeout_s = DRAINS_S[-1] if self._is_single else rng.choice(DRAINS_S)
+        if not place.is_alive:
+            return
+        cluster.faults.count(f"ordered: {kind}")
+        if kind == "drain":
+            place.order_drain(timeout_s)
+            cluster.loop.call_later(lasts_s, place.start)  # if it has ended by then
+        else:
+            place.order_role(rng.choice(ROLES), timeout_s)
 
     def _cut(self, here: str, there: str, lasts_s: float) -> None:
         rng, network = self._rng, self._cluster.network

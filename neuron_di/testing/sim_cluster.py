@@ -157,12 +157,22 @@ class Cluster:
             busy = (status.num_waiting, status.num_running, status.num_transferring)
             if len(worker.legs) or any(busy):
                 found.append(f"{place.name}: {len(worker.legs)} legs, requests {busy}")
+        found += self._left_in_registry()
         admission = self.proxy.admission
         if any((admission.num_running, admission.num_waiting, admission.num_places)):
             found.append(
                 f"proxy: {admission.num_running} requests run in {admission.num_places} places, "
                 f"{admission.num_waiting} wait"
             )
+        return found
+
+    def _left_in_registry(self) -> list[str]:
+        """Keys of workers that are not there any more, and leases that nobody has."""
+        entries, leases = self.proxy.registry._entries, self.proxy.registry._leases  # noqa: SLF001
+        living = {place.worker.record().key() for place in self.workers if place.worker is not None}
+        found = [f"registry: {key} is of nobody" for key in entries if key not in living]
+        if len(leases) > len(living):
+            found.append(f"registry: {len(leases)} leases for {len(living)} workers")
         return found
 
     def tally(self) -> Tally:

@@ -9,7 +9,7 @@ its worker a little later. Faults reset connections, let them fall silent, and r
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -50,20 +50,33 @@ ORPHAN_S = 15.0  # until a worker notices that the proxy of a link vanished with
 
 @dataclass(slots=True)
 class Server:
-    """A worker's port, once it listens. `crashed` is told of exceptions nobody foresaw."""
+    """A worker's port, once it listens. `crashed` is told of exceptions nobody foresaw, and
+    `took_late` of legs that were taken after the worker had said that it drains.
+    """
 
     process: Process
     worker: Worker
     crashed: Callable[[Exception], None]
+    took_late: Callable[[LegKind], None]
+    links: "set[_LegLink]" = field(default_factory=set)
+
+    async def close(self) -> None:
+        """End every link, and with it its legs. Returns when they have let go."""
+        tasks = [task for link in list(self.links) for task in link.hang_up()]
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def answer(self, kind: LegKind, body: bytes) -> AsyncGenerator[LegEvent, None]:
         """The events of one leg, and Failed as the last one if it fails."""
         worker = self.worker
+        is_late = worker.record().state == "draining"
         try:
             if worker.is_draining:
                 raise CapacityError("this worker is draining")
             async with aclosing(_events(worker, kind, body)) as events:
                 async for event in events:
+                    if is_late:
+                        self.took_late(kind)
                     yield event
         except NeuronDiError as error:
             yield failed(error)
@@ -225,6 +238,7 @@ class _LegLink:
         self._server = server
         self._up = Wire(network, ours, theirs, server.process)
         self._down = Wire(network, theirs, ours, self._proxy)
+        server.links.add(self)
         network.on_death(theirs, self._worker_died)
         network.on_death(ours, self._proxy_died)
         self._heard_s = network.loop.now_s
@@ -330,6 +344,13 @@ class _LegLink:
             self._is_stalled = self._up.is_closed = self._down.is_closed = True
             self._server.process.call_later(ORPHAN_S, self._cancel_all)
 
+    def hang_up(self) -> list["asyncio.Task[None]"]:
+        """The worker closes the connection. The legs that end now."""
+        tasks = list(self._tasks.values())
+        self._cancel_all()
+        self._worker_died()
+        return tasks
+
     def _worker_died(self) -> None:
         self._forget()
         if self._network.is_cut(self._server.process.name, self._proxy.name):
@@ -341,5 +362,6 @@ class _LegLink:
         self._leave()
 
     def _forget(self) -> None:
+        self._server.links.discard(self)
         self._network.forget_death(self._server.process.name, self._worker_died)
         self._network.forget_death(self._proxy.name, self._proxy_died)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from neuron_di.errors import ConfigError
 from neuron_di.testing.network import RESET_TIMEOUT_S, Network, Wire
 from neuron_di.testing.virtual_loop import Process
-from neuron_di.transfer.signal_link import Link, OnFrames
+from neuron_di.transfer import Guard, Link, OnFrames, Seal
 
 QUEUED_MESSAGES_MAX = 10_000
 RECONNECT_S_MAX = 1.0
@@ -49,7 +49,10 @@ class SimTransport:
         """Links that were not closed."""
         return sum(not link.is_closed for link in self._links)
 
-    def bind(self, host: str, port: int, on_frames: OnFrames) -> tuple[Link, int]:
+    def bind(
+        self, host: str, port: int, on_frames: OnFrames, *, guard: Guard | None = None
+    ) -> tuple[Link, int]:
+        assert guard is None, "nothing is encrypted here"
         port = port or self._signals.free_port()
         if (host, port) in self._signals.routers:
             raise ConfigError(f"cannot bind the signal link to {host}:{port}: in use")
@@ -57,7 +60,16 @@ class SimTransport:
         self._links.append(router)
         return router, port
 
-    def connect(self, host: str, port: int, identity: bytes, on_frames: OnFrames) -> Link:
+    def connect(
+        self,
+        host: str,
+        port: int,
+        identity: bytes,
+        on_frames: OnFrames,
+        *,
+        seal: Seal | None = None,
+    ) -> Link:
+        assert seal is None, "nothing is encrypted here"
         dealer = _Dealer(self._signals, self._process, (host, port), identity, on_frames)
         self._links.append(dealer)
         return dealer
@@ -65,6 +77,9 @@ class SimTransport:
     def close(self) -> None:
         for link in self._links:
             link.close()
+
+    def wait_closed(self) -> None:
+        """What was said is on its way."""
 
 
 class _Session:

@@ -55,7 +55,7 @@ def default_options(roles: tuple[Role, ...]) -> ClusterOptions:
         roles=roles,
         engine=EngineOptions(block_size=4),
         num_blocks=96,
-        hand_over=HandOverOptions(),
+        hand_over=HandOverOptions(signal_curve="off"),
         limits=LimitOptions(),
         step_s=0.005,
         latency_s=0.001,
@@ -84,6 +84,7 @@ def _draw_roles(rng: random.Random) -> tuple[Role, ...]:
 
 def _draw_hand_over(rng: random.Random) -> HandOverOptions:
     return HandOverOptions(
+        signal_curve="off",  # nobody listens on a simulated link
         kv_lease_s=rng.choice((0.3, 2.0, 10.0)),
         kv_lease_max_s=rng.choice((1.0, 20.0)),
         heartbeat_s=rng.choice((0.2, 1.0, 1.0)),

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Literal
@@ -11,10 +11,11 @@ import msgspec
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import CapacityError
-from neuron_di.registry import Directory, EmbeddedRegistry
+from neuron_di.registry import Directory
 from neuron_di.testing.sim_client import Client
 from neuron_di.testing.sim_lane import SimLane
 from neuron_di.testing.sim_legs import SimWorkers
+from neuron_di.testing.sim_registry import AnyAddress, SimRegistry
 from neuron_di.testing.sim_worker import MODEL, PROXY, World
 from neuron_di.testing.virtual_loop import Process
 from neuron_di.types import RequestId
@@ -28,6 +29,7 @@ from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.route import Router
 from neuron_di_proxy.self_test import PairBook, SelfTest
 from neuron_di_proxy.tenant import Tenant
+from neuron_di_proxy.workers import Process as WorkerProcess
 
 SWEEP_S = 0.5
 TENANTS = (Tenant(name="one"), Tenant(name="other", weight=2.0))
@@ -52,6 +54,22 @@ class LyingDirectory:
         told = (self._told(record, known) for record in known)
         return tuple(record for record in told if record is not None)
 
+    @property
+    def epoch(self) -> int:
+        return self._directory.epoch
+
+    async def wait_changed(self, epoch: int) -> int:
+        return await self._directory.wait_changed(epoch)
+
+    def vanished(self) -> Mapping[WorkerProcess, float]:
+        return self._directory.vanished()
+
+    def drop(self, record: WorkerRecord, reason: str) -> None:
+        self._directory.drop(record, reason)
+
+    def adopt(self, lost: WorkerRecord, successor: WorkerRecord) -> bool:
+        return self._directory.adopt(lost, successor)
+
     def _told(self, record: WorkerRecord, known: tuple[WorkerRecord, ...]) -> WorkerRecord | None:
         lie = self.lies.get(record.worker_id)
         if lie == "hidden":
@@ -71,7 +89,7 @@ class SimProxy:
         self._world = world
         self._rng = rng
         self.process: Process | None = None
-        self.registry: EmbeddedRegistry
+        self.registry: SimRegistry
         self.directory: LyingDirectory | None = None
         self.runner: RequestRunner | None = None
         self._clients: list[Client] = []  # of this life
@@ -83,7 +101,7 @@ class SimProxy:
         """A new process, which knows nothing of its predecessor. Nothing if one lives."""
         if self.process is not None and not self.process.is_dead:
             return
-        self.registry = EmbeddedRegistry()
+        self.registry = SimRegistry()
         self.admission = Admission(self._world.options.limits, self._num_slots)
         self.directory = self.runner = self._self_test = None
         self._clients = []
@@ -104,7 +122,7 @@ class SimProxy:
 
     async def _live(self, process: Process) -> None:
         world, limits = self._world, self._world.options.limits
-        async with Directory(self.registry) as directory:
+        async with Directory(self.registry, addresses=AnyAddress()) as directory:
             self.directory = LyingDirectory(directory)
             workers = SimWorkers(
                 world.network,
@@ -121,7 +139,7 @@ class SimProxy:
                         workers, self.directory, health, limits, pairs, self._rng
                     )
                     await stack.enter_async_context(self._self_test)
-                router = Router(self.directory, health, pairs)
+                router = Router(self.directory, health, pairs, rng=self._rng)
                 self.runner = RequestRunner(workers, router, health, limits, self._rng)
                 await self._sweep()
 

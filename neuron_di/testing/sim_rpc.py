@@ -72,11 +72,13 @@ class SimRegistryClient:
         self._process = process
         self._place = place  # the registry's
         self._registry_of = registry_of
+        self.last_put = b""  # whether or not it arrived
 
     async def grant(self, ttl_s: float) -> LeaseId:
         return await self._ask(lambda registry: registry.grant(ttl_s))
 
     async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
+        self.last_put = value
         await self._ask(lambda registry: registry.put(key, value, lease))
 
     async def keep_alive(self, lease: LeaseId) -> float:

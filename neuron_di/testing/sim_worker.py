@@ -1,14 +1,18 @@
 """One place for a worker in a simulated cluster: real workers live, die and are restarted here."""
 
 import asyncio
+import contextlib
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextvars import Context
 from dataclasses import dataclass, replace
+from functools import partial
 
 from neuron_di.config import WorkerOptions
 from neuron_di.core import BlockCount
 from neuron_di.engine import Engine
-from neuron_di.errors import LocalProtocolError
+from neuron_di.errors import ConfigError, LocalProtocolError, NeuronDiError, WorkerFailed
 from neuron_di.registry import Announcer, EmbeddedRegistry
 from neuron_di.testing.fake_model import EOS_ID, FakeBackend, FakePool, FakeTokenizer
 from neuron_di.testing.fake_transfer import Fabric, FakeTransferEngine
@@ -21,13 +25,19 @@ from neuron_di.testing.sim_rpc import SimRegistryClient
 from neuron_di.testing.virtual_loop import Process
 from neuron_di.testing.workload import CONTEXT_TOKENS
 from neuron_di.types import Incarnation, Role
+from neuron_di.wire import record_decoder
+from neuron_di.wire.admin import DrainOrder, PrepareRole
+from neuron_di.wire.leg_link import LegKind
 from neuron_di.worker import LoadedModel, Worker
+from neuron_di.worker.orders import Orders
+from neuron_di.worker.role_epochs import EpochParts, run_epochs
 from neuron_di.worker.worker import WorkerParts
 
 MODEL = "fake"
 HOST = "sim"
 PROXY = "proxy"
 ANNOUNCE_TTL_S = 6.0
+DRAIN_S = 60.0
 TURNS_PER_CHECK = 8  # block by block; their sum is checked after each
 
 _TOKENIZER = FakeTokenizer()
@@ -57,11 +67,15 @@ class SimWorker:
         self.name = f"{role}-{number}"
         self.address = (HOST, port)
         self.num_lives = 0
-        self.worker: Worker | None = None
+        self.worker: Worker | None = None  # while it serves
+        self.orders: Orders | None = None
         self.process: Process | None = None
+        self._incarnations: set[Incarnation] = set()  # of everybody who lived here
         self._thawed_s = 0.0
         self._world = world
-        self._signal_port = world.signals.free_port() if role == "prefill" else 0
+        self._registry: SimRegistryClient  # of whoever lives here, or lived last
+        self._stop: asyncio.Event  # of the process
+        self._signal_port = world.signals.free_port()  # for when it is a prefill worker
 
     @property
     def is_alive(self) -> bool:
@@ -85,7 +99,7 @@ class SimWorker:
         if self.is_alive:
             self._world.network.note("kill", self.name)
             self._world.network.kill(self.name)
-            self.worker = None
+            self.worker = self.orders = None
 
     def freeze(self) -> None:
         if self.process is not None and self.is_alive:
@@ -98,9 +112,69 @@ class SimWorker:
             self._thawed_s = self._world.network.loop.now_s
             self.process.thaw()
 
+    def order_drain(self, timeout_s: float) -> None:
+        """What `neuron-di drain` does. Nothing where nobody serves."""
+        self._order(
+            lambda orders, incarnation: orders.order_drain(
+                DrainOrder(incarnation=incarnation, timeout_s=timeout_s)
+            )
+        )
+
+    def terminate(self) -> None:
+        """SIGTERM: whatever it does, it is to end."""
+        if self.process is not None and self.is_alive:
+            self._world.network.note("terminate", self.name)
+            self.process.call_soon(self._stop.set)
+
+    def order_role(self, role: Role, timeout_s: float) -> None:
+        """What `neuron-di role` does, at once. Nothing where nobody serves, or it refuses."""
+
+        def change(orders: Orders, incarnation: Incarnation) -> None:
+            ticket = orders.prepare(PrepareRole(incarnation=incarnation, role=role))
+            orders.commit(ticket.ticket, timeout_s)
+
+        self._order(change)
+
+    def _order(self, give: Callable[[Orders, Incarnation], object]) -> None:
+        def take() -> None:
+            if self.worker is not None and self.orders is not None:
+                # It may be busy with an earlier order.
+                with contextlib.suppress(NeuronDiError):
+                    give(self.orders, self.worker.record().incarnation)
+
+        if self.process is not None and self.is_alive:
+            self._world.network.note("order", self.name)
+            self.process.call_soon(take)
+
     async def _live(self, process: Process) -> None:
+        epochs = itertools.count()
+
+        async def assemble(role: Role) -> Worker:
+            return self._assemble(process, role, next(epochs))
+
+        self.orders = Orders(lambda _: None, drain_timeout_s=DRAIN_S)
+        parts = EpochParts(
+            assemble=assemble,
+            listening=partial(self._listening, process),
+            announced=partial(self._announced, process),
+        )
+        try:
+            self._stop = asyncio.Event()
+            await run_epochs(self.role, self.orders, parts, self._stop)
+        except WorkerFailed:  # neither the new role nor the old one
+            self._world.network.note("no role", self.name)
+        # Nothing of a killed process runs, not even this: it ends from outside.
+        self._world.network.loop.call_soon(self._ended, process, context=Context())
+
+    def _ended(self, process: Process) -> None:
+        if self.process is process:
+            self.kill()
+
+    def _assemble(self, process: Process, role: Role, epoch: int) -> Worker:
         world, options = self._world, self._world.options
-        incarnation = Incarnation(f"{self.name}.life{self.num_lives}")
+        if epoch and world.network.faults.strikes("role fails"):
+            raise ConfigError("an injected fault")
+        incarnation = Incarnation(f"{self.name}.life{self.num_lives}.{epoch}")
         driver = _EngineDriver(world, process)
 
         def make_transfer(pool: object) -> FakeTransferEngine:
@@ -109,10 +183,10 @@ class SimWorker:
                 world.fabric, process, pool, is_two_sided=options.is_two_sided
             )
 
-        worker = Worker(
+        return Worker(
             WorkerOptions(
                 model=MODEL,
-                role=self.role,
+                role=role,
                 worker_id=self.name,
                 host=HOST,
                 port=self.address[1],
@@ -128,12 +202,32 @@ class SimWorker:
                 notify_engine=driver.notify,
             ),
         )
-        worker.set_state("ready")
-        self.worker = worker
-        world.servers[self.address] = Server(process, worker, self._crashed)
+
+    @contextlib.asynccontextmanager
+    async def _listening(
+        self, process: Process, worker: Worker, orders: Orders
+    ) -> AsyncIterator[None]:
+        incarnation = worker.record().incarnation
+        if incarnation in self._incarnations:
+            self._world.fail("bug", f"{self.name} calls two processes {incarnation}")
+        self._incarnations.add(incarnation)
+        server = Server(process, worker, self._crashed, self._took_late)
+        self.worker, self._world.servers[self.address] = worker, server
+        try:
+            yield
+        finally:
+            self._check_drained(worker, orders)
+            del self._world.servers[self.address]
+            self.worker = None
+            await server.close()
+
+    @contextlib.asynccontextmanager
+    async def _announced(self, process: Process, worker: Worker) -> AsyncIterator[Announcer]:
+        world = self._world
         registry = SimRegistryClient(world.network, process, PROXY, world.registry_of)
-        async with Announcer(registry, worker.record, ttl_s=ANNOUNCE_TTL_S):
-            await asyncio.get_running_loop().create_future()  # for ever
+        self._registry = registry
+        async with Announcer(registry, worker.record, ttl_s=ANNOUNCE_TTL_S) as announcer:
+            yield announcer
 
     def _model(self, incarnation: Incarnation) -> LoadedModel:
         options = self._world.options
@@ -151,6 +245,30 @@ class SimWorker:
                 faults=self._world.network.faults,
             ),
         )
+
+    def _check_drained(self, worker: Worker, orders: Orders) -> None:
+        """Who says that nothing is left has cost nobody anything by then."""
+        world = self._world
+        said = orders.drain.progress() if orders.drain is not None else None
+        world.network.note("drained", self.name, said and said.state)
+        if said is None or said.state == "draining":
+            return
+        blocks = worker.status()
+        num_left = blocks.num_blocks - blocks.num_blocks_free - blocks.num_blocks_cached
+        if said.state == "drained" and not blocks.has_failed and (len(worker.legs) or num_left):
+            words = f"{self.name} drained with {len(worker.legs)} legs and {num_left} blocks"
+            world.fail("lost", words)
+        record = worker.record()
+        entry = world.registry_of()._entries.get(record.key())  # noqa: SLF001 - no door to this
+        is_there = entry is not None and str(record.incarnation).encode() in entry.value
+        if said.is_withdrawn and is_there:
+            world.fail("leaked", f"{self.name} drained and left its key")
+        last_put = self._registry.last_put
+        if last_put and record_decoder.decode(last_put).state != "draining":
+            world.fail("bug", f"{self.name} drained and told nobody that it would")
+
+    def _took_late(self, kind: LegKind) -> None:
+        self._world.fail("bug", f"{self.name} took a {kind} leg while it drained")
 
     def _crashed(self, error: Exception) -> None:
         logging.getLogger(__name__).error("leg_crashed", exc_info=error)

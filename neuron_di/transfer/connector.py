@@ -8,16 +8,23 @@ The proxy decides who talks to whom and says so in typed fields of the leg (N-45
 is made at its first use, its connection in the background: other requests keep running.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
+from neuron_di.clock import now_s
 from neuron_di.config import HandOverOptions
 from neuron_di.errors import PeerRefused
 from neuron_di.kv import BlockMemory
 from neuron_di.obs import get_logger
+from neuron_di.transfer.admission import Admission
 from neuron_di.transfer.counters import HandOverCounters
+from neuron_di.transfer.door import Guard
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.recv_buffer import RecvBuffer
 from neuron_di.transfer.send_buffer import OnEnd, SendBuffer
+from neuron_di.transfer.signal_keys import SignalKeys
 from neuron_di.transfer.signal_link import SignalTransport, ZmqTransport
 from neuron_di.transfer.transfer_engine import TransferEngine
 from neuron_di.types import Incarnation
@@ -25,26 +32,39 @@ from neuron_di.wire import PeerAddress
 
 _log = get_logger(__name__)
 
+# Of the time that a decode worker waits for a connection: prefill's "no" must reach it before.
+_PATIENCE_SHARE = 0.8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorOptions:
-    """Addresses and limits of the signal link. `static_peer` fixes the only partner.
+    """Addresses, limits and keys of the signal link. `static_peer` fixes the only partner.
 
     For a decode worker it is the prefill worker's signal address "host:port"; for a prefill
-    worker the decode worker's id.
+    worker the decode worker's id. `static_peer_key` is the public key that the partner must have.
+
+    Without `keys` nothing is encrypted. With them, but without a directory, a prefill worker lets
+    in whoever knows its public key, which is no secret: what is said cannot be read or changed on
+    the way, and a decode worker talks to nobody else, but any process that reaches the port may
+    ask. A directory or `static_peer_key` keeps strangers out: with `has_directory` nobody is let
+    in before `NeuronConnector.admission` was told who may.
     """
 
     signal_host: str = "127.0.0.1"
     signal_port: int = 0
     limits: HandOverOptions = field(default_factory=HandOverOptions)
     static_peer: str | None = None
+    static_peer_key: str | None = None
+    has_directory: bool = False
+    keys: SignalKeys | None = None
 
 
 class NeuronConnector:
     """Owns the signal transport and every buffer of one worker. Lives on its event loop.
 
-    `memory` is this worker's pool, of blocks of `block_bytes`: what was received there is
-    verified before it is used.
+    `on_change` is called with each RecvBuffer that connected or broke. `admission` says whose
+    keys a prefill worker lets in; None where nothing is encrypted. `memory` is this worker's
+    pool, of blocks of `block_bytes`: what was received there is verified before it is used.
     """
 
     def __init__(
@@ -65,6 +85,12 @@ class NeuronConnector:
         self._transport = transport or ZmqTransport()
         self._send_buffer: SendBuffer | None = None
         self._num_connections = 0
+        self.admission: Admission | None = None
+        self.on_change: Callable[[RecvBuffer], None] = lambda _: None
+        if options.keys is not None:
+            self.admission = Admission(only=options.static_peer_key)
+            if options.has_directory:
+                self.admission.set_owners({})
         self.counters = HandOverCounters()
         self.connection_dict: dict[tuple[str, int, Incarnation], RecvBuffer] = {}
 
@@ -82,26 +108,40 @@ class NeuronConnector:
             counters=self.counters,
             on_end=on_end,
             allowed_peer=options.static_peer,
+            guard=self._guard(),
         )
         return self._send_buffer
 
-    def maybe_setup_buffer(self, peer: PeerAddress) -> RecvBuffer:
-        """Decode: the buffer for this prefill worker, made if there is none that works.
+    def _guard(self) -> Guard | None:
+        options = self._options
+        if options.keys is None or self.admission is None:
+            return None
+        patience_s = _PATIENCE_SHARE * options.limits.peer_connect_timeout_s
+        return Guard(options.keys, self.admission, patience_s, self._on_stranger)
 
-        PeerRefused when this worker is bound to another partner.
+    def _on_stranger(self) -> None:
+        self.counters.num_signals_refused += 1
+
+    def maybe_setup_buffer(self, peer: PeerAddress) -> RecvBuffer:
+        """Decode, for a request: the buffer for this prefill worker, made if none works.
+
+        PeerRefused when this worker is bound to another partner, or one end encrypts and the
+        other cannot.
         """
-        static_peer = self._options.static_peer
-        if static_peer is not None and static_peer != f"{peer.signal_host}:{peer.signal_port}":
-            raise PeerRefused(f"{self._local.worker_id} is bound to {static_peer}")
+        buffer = self.buffer_for(peer)
+        buffer.asked_s = now_s()
+        return buffer
+
+    def buffer_for(self, peer: PeerAddress) -> RecvBuffer:
+        """As maybe_setup_buffer, where no request asks: ahead of the first one."""
+        peer = self._bound(peer)
         # The same address may be another process by now: its KV is another process's. Which of
         # the two is gone, the handshake or silence will show.
         key = (peer.signal_host, peer.signal_port, peer.incarnation)
         buffer = self.connection_dict.get(key)
-        if buffer is None or buffer.is_broken:
-            _log.info("recv_buffer_made", peer=peer.worker_id)
-            self._forget_broken()
+        if buffer is None:
             self._num_connections += 1
-            buffer = self.connection_dict[key] = RecvBuffer(
+            buffer = RecvBuffer(
                 self._local,
                 self._transfer,
                 self._transport,
@@ -111,40 +151,65 @@ class NeuronConnector:
                 counters=self.counters,
                 connection=self._num_connections,
                 block_bytes=self._block_bytes,
+                keys=self._options.keys,
+                on_connected=self._on_connected,
                 on_broken=self._on_broken,
             )
+            self.connection_dict[key] = buffer
+            _log.info("recv_buffer_made", peer=peer.worker_id)
         return buffer
 
-    def _forget_broken(self) -> None:
-        for key in [key for key, buffer in self.connection_dict.items() if buffer.is_broken]:
-            del self.connection_dict[key]
+    def may_talk_to(self, peer: PeerAddress) -> bool:
+        """Decode: whether this is not another than the only partner, if there is one."""
+        static_peer = self._options.static_peer
+        return static_peer in (None, f"{peer.signal_host}:{peer.signal_port}")
+
+    def _bound(self, peer: PeerAddress) -> PeerAddress:
+        """The peer, if this worker may talk to it, with the key that it must have."""
+        if not self.may_talk_to(peer):
+            raise PeerRefused(f"{self._local.worker_id} is bound to {self._options.static_peer}")
+        static_key = self._options.static_peer_key
+        if static_key is None or static_key == peer.signal_key:
+            return peer
+        if peer.signal_key is not None:
+            raise PeerRefused(f"{self._local.worker_id} is bound to a peer with another key")
+        return msgspec.structs.replace(peer, signal_key=static_key)
+
+    def _on_connected(self, buffer: RecvBuffer) -> None:
+        self.on_change(buffer)
 
     def _on_broken(self, broken: RecvBuffer) -> None:
-        """Disconnect the transfer engine, unless a newer buffer works with the same process."""
-        if not self._is_connected(broken.peer.incarnation):
-            self._transfer.disconnect(broken.peer.incarnation)
+        """Forget it. The engine disconnects, unless a newer buffer works with the same process."""
+        peer = broken.peer
+        key = (peer.signal_host, peer.signal_port, peer.incarnation)
+        if self.connection_dict.get(key) is broken:
+            del self.connection_dict[key]
+        if not any(other.peer.incarnation == peer.incarnation for other in self._buffers()):
+            self._transfer.disconnect(peer.incarnation)
+        self.on_change(broken)
 
-    def _is_connected(self, incarnation: Incarnation) -> bool:
-        return any(
-            not buffer.is_broken and buffer.peer.incarnation == incarnation
-            for buffer in self.connection_dict.values()
-        )
+    def _buffers(self) -> list[RecvBuffer]:
+        return [buffer for buffer in self.connection_dict.values() if not buffer.is_broken]
 
     def connections(self) -> list[str]:
-        """Worker ids of the peers that this worker has a working buffer for."""
-        peers: set[str] = {
-            buffer.peer.worker_id
-            for buffer in self.connection_dict.values()
-            if not buffer.is_broken
-        }
+        """Worker ids of the peers that KV can be moved from or to now."""
+        peers: set[str] = {b.peer.worker_id for b in self._buffers() if b.is_connected}
         if self._send_buffer is not None:
             peers.update(self._send_buffer.peers)
         return sorted(peers)
 
+    def lease_left_s(self) -> float | None:
+        """Seconds until the last KV is given up that nobody pulls; None: none is parked."""
+        return self._send_buffer.lease_left_s() if self._send_buffer is not None else None
+
     def close(self) -> None:
-        """Close every link, then the transport. Safe to call once, at the end."""
+        """Close every link, then the transport. Once, on the loop; then `wait_closed` off it."""
         for buffer in list(self.connection_dict.values()):
             buffer.close()
         if self._send_buffer is not None:
             self._send_buffer.close()
         self._transport.close()
+
+    def wait_closed(self) -> None:
+        """Come back once what was said is sent, or 0.2 s have passed. Blocks."""
+        self._transport.wait_closed()

@@ -25,7 +25,8 @@ from neuron_di.errors import (
 from neuron_di.obs import get_logger
 from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.identity import LocalWorker
-from neuron_di.transfer.signal_link import SignalTransport, endpoint
+from neuron_di.transfer.signal_keys import SignalKeys
+from neuron_di.transfer.signal_link import Seal, SignalTransport, endpoint
 from neuron_di.transfer.transfer_engine import TransferEngine
 from neuron_di.wire import (
     SIGNAL_VERSION,
@@ -52,7 +53,9 @@ class PrefillLink:
     """Owns one end of a signal link. Lives on the worker's event loop.
 
     `connection` is a number that no other link of this process has had. `on_message` gets what
-    is said about requests, `on_tick` is called at every heartbeat, `on_broken` when it broke.
+    is said about requests, `on_tick` is called at every heartbeat, `on_connected` once blocks can
+    be pulled, `on_broken` when it broke. PeerRefused at once where one end encrypts and the other
+    cannot.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class PrefillLink:
         counters: HandOverCounters,
         *,
         connection: int,
+        keys: SignalKeys | None,
         on_message: Callable[[FromPrefill], None],
         on_tick: Callable[[], None],
+        on_connected: Callable[[], None],
         on_broken: Callable[[NeuronDiError], None],
     ) -> None:
         self.peer = peer
@@ -76,6 +81,7 @@ class PrefillLink:
         self._counters = counters
         self._on_message = on_message
         self._on_tick = on_tick
+        self._on_connected = on_connected
         self._on_broken = on_broken
         self._address = endpoint(peer.signal_host, peer.signal_port)
         self._loop = asyncio.get_running_loop()
@@ -84,16 +90,32 @@ class PrefillLink:
             peer.signal_port,
             f"{local.incarnation}.{connection}".encode(),
             self._on_frames,
+            seal=self._seal(keys),
         )
         self._welcome: asyncio.Future[Welcome] = self._loop.create_future()
         self._kv_map: asyncio.Future[KvMap] = self._loop.create_future()
         self.broken: NeuronDiError | None = None
+        self.is_connected = False  # and was once, when it broke
         self._last_heard_s = now_s()
         self._num_pings = 0
         self._heartbeat: asyncio.TimerHandle | None = None
         self._connecting = self._loop.create_task(self._connect())
         # Its error reaches everybody through connect(); that nobody called it is no warning.
         self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def _seal(self, keys: SignalKeys | None) -> Seal | None:
+        """How to talk to this peer; None: in the open, as its record says."""
+        peer = self.peer
+        if peer.signal_key is None:
+            return None
+        if keys is None:
+            raise PeerRefused(f"{peer.worker_id} encrypts its signal link, this worker does not")
+
+        def on_failed(error: PeerGone) -> None:
+            self._counters.num_signals_refused += 1
+            self.break_off(PeerGone(f"{peer.worker_id} at {self._address}: {error.message}"))
+
+        return Seal(keys, peer.signal_key, on_failed)
 
     async def connect(self) -> None:
         """Return when blocks can be pulled. Any number of callers; one of them going is fine.
@@ -143,6 +165,8 @@ class PrefillLink:
             self._on_broken(self.broken)
             raise self.broken
         _log.info("connected", peer=self.peer.worker_id, address=self._address)
+        self.is_connected = True
+        self._on_connected()
 
     async def _shake_hands(self) -> Region:
         """Say who we are, and learn where the peer's pool lies."""

@@ -31,6 +31,7 @@ from neuron_di.obs import get_logger
 from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.prefill_link import PrefillLink
+from neuron_di.transfer.signal_keys import SignalKeys
 from neuron_di.transfer.signal_link import SignalTransport
 from neuron_di.transfer.transfer_engine import BlockSource, TransferEngine, TransferToken
 from neuron_di.types import BlockId, RequestId
@@ -79,7 +80,10 @@ class _Cause:
 
 
 class RecvBuffer:
-    """`is_broken` once the peer is lost: drop it and make another. Borrows the blocks it fills."""
+    """`is_broken` once the peer is lost: drop it and make another. Borrows the blocks it fills.
+
+    `asked_s` is when a request last named this peer, by now_s().
+    """
 
     def __init__(
         self,
@@ -93,6 +97,8 @@ class RecvBuffer:
         counters: HandOverCounters,
         connection: int,
         block_bytes: int,
+        keys: SignalKeys | None,
+        on_connected: "Callable[[RecvBuffer], None]",
         on_broken: "Callable[[RecvBuffer], None]",
     ) -> None:
         self._local = local
@@ -102,6 +108,7 @@ class RecvBuffer:
         self._counters = counters
         self._block_bytes = block_bytes
         self._notify_broken = on_broken
+        self.asked_s = now_s()
         self._loop = asyncio.get_running_loop()
         self._entries: dict[Key, _Entry] = {}
         self._link = PrefillLink(
@@ -112,8 +119,10 @@ class RecvBuffer:
             limits,
             counters,
             connection=connection,
+            keys=keys,
             on_message=self._on_message,
             on_tick=self._on_tick,
+            on_connected=lambda: on_connected(self),
             on_broken=self._on_broken,
         )
 
@@ -124,6 +133,21 @@ class RecvBuffer:
     @property
     def is_broken(self) -> bool:
         return self._link.broken is not None
+
+    @property
+    def broken(self) -> NeuronDiError | None:
+        """Why it is."""
+        return self._link.broken
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether blocks can be pulled now."""
+        return self._link.is_connected and not self.is_broken
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a request is between its lookup and its end here."""
+        return bool(self._entries)
 
     async def connect(self) -> None:
         """Return when blocks can be pulled; else PeerGone, PeerTimeout, PeerRefused, …"""

@@ -24,6 +24,7 @@ from neuron_di.errors import (
 )
 from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.transfer.counters import HandOverCounters
+from neuron_di.transfer.door import Guard
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.send_entry import Cause, Entry
 from neuron_di.transfer.send_peers import Identity, Peer, SendPeers
@@ -71,7 +72,8 @@ _GIVEN_UP = (SenderState.RECALLED, SenderState.OVER)
 class SendBuffer:
     """Owns its end of the link and the table of hand-overs; borrows the parked blocks.
 
-    `allowed_peer` is the fixed decode worker's id in static mode (N-42); None takes any.
+    `allowed_peer` is the fixed decode worker's id in static mode (N-42); None takes any. With a
+    `guard` the link is encrypted, and open to whom it lets in.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class SendBuffer:
         counters: HandOverCounters,
         on_end: OnEnd,
         allowed_peer: str | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._transfer = transfer
         self._limits = limits
@@ -95,11 +98,12 @@ class SendBuffer:
         self._peers = SendPeers(
             local,
             allowed_peer=allowed_peer,
+            admission=guard.admission if guard is not None else None,
             peers_max=limits.peers_max,
             silence_s=limits.peer_silence_s,
             on_lost=self._on_peer_lost,
         )
-        self._link, self.port = transport.bind(host, port, self._on_frames)
+        self._link, self.port = transport.bind(host, port, self._on_frames, guard=guard)
         self.lookup_dict: dict[Key, Entry] = {}
         self._over: Remembered[Key, str] = Remembered(limits.remembered_max)  # and why
         self._latest: Remembered[RequestId, int] = Remembered(limits.remembered_max)  # attempt
@@ -141,6 +145,11 @@ class SendBuffer:
         """The request is over on this side: failed, cancelled, or complete with its first token."""
         error = KvMissing(f"the prefill worker gave the request up: {reason}")
         self._happen((request_id, attempt), _EVENT.DROP, Cause(reason=reason, error=error))
+
+    def lease_left_s(self) -> float | None:
+        """Seconds until the last lease of parked KV ends; None: none is parked."""
+        leases = [e.lease.remaining_s() for e in self.lookup_dict.values() if e.lease is not None]
+        return max(leases, default=None)
 
     def close(self) -> None:
         self._sweeper.cancel()

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from neuron_di.clock import now_s, unix_s
 from neuron_di.obs import LimitedLogger, get_logger
+from neuron_di.transfer.admission import Admission
 from neuron_di.transfer.identity import LocalWorker
+from neuron_di.transfer.signal_keys import KEY_CHARS
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import SIGNAL_VERSION, Handshake, Refused, Welcome
 
@@ -13,6 +15,8 @@ _log = get_logger(__name__)
 _refusals = LimitedLogger(__name__)
 
 # A connection's name on the signal link: "<incarnation>.<number>", unique for each connection.
+# Where the link is encrypted, behind the key that the connection proved to have: another key's
+# connection is another peer, whatever it calls itself.
 Identity = str
 
 
@@ -25,19 +29,24 @@ class Peer:
 
 
 class SendPeers:
-    """Every connection that shook hands. At most `peers_max`; the silent ones are forgotten."""
+    """Every connection that shook hands. At most `peers_max`; the silent ones are forgotten.
+
+    `admission` knows whose key is whose; None: the link is not encrypted.
+    """
 
     def __init__(
         self,
         local: LocalWorker,
         *,
         allowed_peer: str | None,
+        admission: Admission | None,
         peers_max: int,
         silence_s: float,
         on_lost: Callable[[Identity, Incarnation], None],
     ) -> None:
         self._local = local
         self._allowed_peer = allowed_peer
+        self._admission = admission
         self._peers_max = peers_max
         self._silence_s = silence_s
         self._on_lost = on_lost
@@ -92,7 +101,8 @@ class SendPeers:
             return f"signal protocol {message.version}, this worker speaks {SIGNAL_VERSION}"
         if message.expects != local.incarnation:
             return f"{local.worker_id} restarted: not the process you were told of"
-        if identity.rpartition(".")[0] != message.incarnation:
+        key = "" if self._admission is None else identity[:KEY_CHARS]
+        if identity[len(key) :].rpartition(".")[0] != message.incarnation:
             return "the connection's identity is not the incarnation it states"
         if message.model_digest != local.model_digest:
             return f"another model than {local.worker_id}'s"
@@ -100,4 +110,6 @@ class SendPeers:
             return f"another KV layout than {local.worker_id}'s"
         if self._allowed_peer is not None and message.worker_id != self._allowed_peer:
             return f"{local.worker_id} is bound to {self._allowed_peer}"
+        if self._admission is not None:
+            return self._admission.why_not(key, message.worker_id, message.incarnation)
         return None

@@ -120,6 +120,7 @@ class ShmEngine:
                 job.token.complete(error)
             except Exception:
                 _log.exception("transfer_callback_failed")
+            del job  # it keeps the peer's pool mapped, and the next one may be long in coming
 
     def _copy(self, job: _Job) -> NeuronDiError | None:
         block_copy.copy_blocks(

@@ -12,7 +12,7 @@ from neuron_di.wire.codec import Decoder
 from neuron_di.wire.legs import PeerAddress
 
 RECORD_BYTES_MAX = 64 << 10
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 ToolFormat = Literal["hermes", "llama3_json", "mistral"]
 
@@ -34,11 +34,15 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     api_port: int
     signal_host: str
     signal_port: int  # 0 where the role has no SendBuffer (decode)
+    # Public CURVE key of its signal link, in Z85; None: what is said there is not encrypted.
+    signal_key: str | None = None
+    transfer: str = ""  # the engine that moves its KV; both ends have the same
     started_unix_s: float
     # How this worker rounds. A continuation among workers that say the same is exact, bit for
     # bit; None: no two runs need be equal.
     numerics: str | None = None
     connections: list[str] = []  # worker ids of the peers it has a buffer for
+    num_legs: int = 0  # requests it had when it announced this
     slots: int = 0  # requests it computes together
     num_vocab: int = 0
     # How the model's chat template writes tool calls; None: it does not.
@@ -58,6 +62,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
             incarnation=self.incarnation,
             signal_host=self.signal_host,
             signal_port=self.signal_port,
+            signal_key=self.signal_key,
         )
 
 
@@ -83,6 +88,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_leases_ended: int = 0  # KV that nobody pulled in time
     num_signals_refused: int = 0  # messages of peers that could not be understood or allowed
     num_stale: int = 0  # messages that came too late or twice
+    is_leaving: bool = False  # an order to drain or to change its role is prepared
     has_failed: bool = False  # the engine ended by a bug: this process is about to end
 
 

@@ -79,13 +79,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
 
 
-class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker's signal link listens, and which process it must be."""
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a worker's signal link listens, which process it must be, and the key it must have."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     signal_host: str
     signal_port: int
+    signal_key: str | None = None  # as in WorkerRecord
 
 
 JSON_NULL = msgspec.Raw(b"null")  # an unread field that is not there: Raw has no `| None`

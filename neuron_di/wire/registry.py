@@ -9,8 +9,8 @@
                       <-                LeaseRemaining    0: unknown, announce anew
     RevokeLease       ->
                       <-                LeaseRevoked
-    ListKeys          ->                                  further proxy processes, several a second
-                      <-                KeysListed
+    ListKeys          ->                                  further proxy processes
+                      <-                KeysListed        at once, or at the next change
 
 Every request carries a number, `call`, which its answer repeats. A request that is refused is
 answered with RegistryRefused; so is a message that cannot be decoded, with `call` 0.
@@ -46,12 +46,16 @@ class RevokeLease(msgspec.Struct, frozen=True, kw_only=True, tag="revoke_lease")
 
 
 class ListKeys(msgspec.Struct, frozen=True, kw_only=True, tag="list_keys"):
-    """Ask for the keys behind `after`. `seen` is the version that the asker has all of."""
+    """Ask for the keys behind `after`. `seen` is the version that the asker has all of.
+
+    Where that is all there is, the answer may come as late as `wait_s`, or at the next change.
+    """
 
     call: int
     prefix: str
     after: str = ""
     seen: str = ""
+    wait_s: float = 0.0
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="lease_granted"):

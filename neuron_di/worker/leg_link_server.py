@@ -61,7 +61,11 @@ _ALIVE = bytes(encode_frame(Told([], [])))
 
 
 class LegLinkServer:
-    """Makes a protocol per connection: a leg link, or HTTP by `make_http`. Knows all links."""
+    """Makes a protocol per connection: a leg link, or HTTP by `make_http`. Knows all links.
+
+    Once it is closed it ends whatever connects, or first says something: another worker may live
+    at this port by then, and a connection must not outlive the worker that answers it.
+    """
 
     def __init__(
         self,
@@ -72,6 +76,8 @@ class LegLinkServer:
         self.open_here = open_here
         self.make_http = make_http
         self.links: set[WorkerLegLink] = set()
+        self.unknown: set[_FirstBytes] = set()
+        self.is_closed = False
         self._status = status
         self._loop = asyncio.get_running_loop()
         self._looking: asyncio.TimerHandle | None = None  # while there are links
@@ -116,6 +122,9 @@ class LegLinkServer:
 
     def close(self) -> None:
         """End every link, and with it its legs. What they have said is sent."""
+        self.is_closed = True
+        for connection in list(self.unknown):
+            connection.abort()
         for link in list(self.links):
             link.close()
 
@@ -128,11 +137,20 @@ class _FirstBytes(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        self._server.unknown.add(self)
         loop = asyncio.get_running_loop()
         self._hello = loop.call_later(HELLO_TIMEOUT_S, transport.close)
+        if self._server.is_closed:  # it was accepted before
+            self.abort()
+
+    def abort(self) -> None:
+        self._forget()
+        self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._hello.cancel()
+        if self._server.is_closed:
+            return  # it was aborted, and this was read before
+        self._forget()
         protocol: Any
         if data.startswith(MAGIC[:1]):
             protocol = WorkerLegLink(self._server)
@@ -143,7 +161,11 @@ class _FirstBytes(asyncio.Protocol):
         protocol.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        self._forget()
+
+    def _forget(self) -> None:
         self._hello.cancel()
+        self._server.unknown.discard(self)
 
 
 class WorkerLegLink(asyncio.Protocol):

@@ -5,14 +5,22 @@ gives each leg its own. A leg that is gone loses its events: its request was can
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from neuron_di.clock import Deadline
 from neuron_di.core.remembered import Remembered
 from neuron_di.engine import Broken, EngineEvent, Key
-from neuron_di.errors import BadRequest, CapacityError, DeadlinePassed, StaleAttempt
+from neuron_di.errors import (
+    BadRequest,
+    CapacityError,
+    ClientError,
+    DeadlinePassed,
+    NeuronDiError,
+    StaleAttempt,
+)
 from neuron_di.types import RequestId
 from neuron_di.wire import Done
 
@@ -26,6 +34,31 @@ class HandedOver:
 
 
 LegInput = EngineEvent | HandedOver
+
+
+@dataclass(slots=True)
+class LegTally:
+    """How the legs have ended that were taken. A client's own fault is an answer."""
+
+    num_finished: int = 0
+    num_left: int = 0  # whoever had asked went away
+    failed: Counter[str] = field(default_factory=Counter)  # by the error's code
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """One leg, for as long as it runs."""
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_left += 1
+            raise
+        except ClientError:
+            self.num_finished += 1
+            raise
+        except Exception as error:
+            self.failed[error.code if isinstance(error, NeuronDiError) else "internal_error"] += 1
+            raise
+        self.num_finished += 1
 
 
 class LegQueue:
@@ -77,6 +110,7 @@ class LiveLegs:
         self._legs_max = legs_max
         self._queues: dict[Key, LegQueue] = {}
         self._latest: Remembered[RequestId, int] = Remembered(remembered_max)
+        self.tally = LegTally()
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -103,7 +137,8 @@ class LiveLegs:
         self.dispatch([Broken(each, error) for each in earlier])
         queue = self._queues[key] = LegQueue(Deadline.after(timeout_s))
         try:
-            yield queue
+            with self.tally.counting():
+                yield queue
         finally:
             del self._queues[key]
 

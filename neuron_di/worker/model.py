@@ -1,8 +1,9 @@
 """A checkpoint made ready to compute: memory counted first, then loaded."""
 
+import gc
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from neuron_di.backends import (
     Backend,
@@ -12,7 +13,7 @@ from neuron_di.backends import (
     plan_memory,
 )
 from neuron_di.config import EngineOptions
-from neuron_di.kv import KvLayout
+from neuron_di.kv import KvLayout, segment_bytes
 from neuron_di.models import LoadProgress, ModelSpec, checkpoint_digest, resolve_checkpoint
 from neuron_di.obs import get_logger
 from neuron_di.request import Tokenizer
@@ -22,6 +23,36 @@ _log = get_logger(__name__)
 
 # Of the memory that is there, what a pool takes when nobody says how large it should be.
 _POOL_SHARE_DEFAULT = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """How large a worker's KV pool is. Of all that was loaded, only this depends on the role."""
+
+    spec: ModelSpec
+    layout: KvLayout
+    options: EngineOptions
+    available_bytes: int  # before anything was loaded
+
+    def num_blocks(self, role: Role) -> int:
+        """As told, else enough for a full batch of full contexts within a share of the memory."""
+        options = self.options
+        if options.num_blocks is not None:
+            return options.num_blocks
+        if options.kv_memory is not None:
+            return max(1, options.kv_memory // self.layout.block_bytes)
+        batch = options.prefill_batch if role == "prefill" else options.decode_batch
+        wanted = batch * self.layout.num_blocks_for(self._context_tokens())
+        share_bytes = self.available_bytes // _POOL_SHARE_DEFAULT
+        return max(1, min(wanted, share_bytes // self.layout.block_bytes))
+
+    def context_tokens(self, num_blocks: int) -> int:
+        """The longest prompt and answer together. None is longer than the pool."""
+        return min(self._context_tokens(), num_blocks * self.layout.block_size)
+
+    def _context_tokens(self) -> int:
+        own = self.spec.context_tokens
+        return min(self.options.context_tokens or own, own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +66,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     backend: Backend
+    pool_plan: PoolPlan | None = None  # where another worker may take the weights over
 
 
 def load_model(
@@ -56,7 +88,8 @@ def load_model(
     tokenizer = Tokenizer.load(folder)
     dtype = "float32" if options.dtype == "auto" else options.dtype
     layout = spec.kv_layout(block_size=options.block_size, dtype=dtype)
-    num_blocks = _num_blocks(spec, layout, role, options, available_bytes)
+    pool_plan = PoolPlan(spec=spec, layout=layout, options=options, available_bytes=available_bytes)
+    num_blocks = pool_plan.num_blocks(role)
     plan = plan_memory(spec, layout, num_blocks=num_blocks, chunk_tokens=options.chunk_tokens)
     plan.require_fits(available_bytes)
     _log.info(
@@ -83,27 +116,38 @@ def load_model(
         name=name or os.path.basename(os.path.normpath(model)),
         digest=checkpoint_digest(folder),
         incarnation=incarnation,
-        context_tokens=min(
-            options.context_tokens or spec.context_tokens,
-            spec.context_tokens,
-            num_blocks * layout.block_size,
-        ),
+        context_tokens=pool_plan.context_tokens(num_blocks),
         eos_token_ids=spec.eos_token_ids,
         tokenizer=tokenizer,
         backend=backend,
+        pool_plan=pool_plan,
     )
 
 
-def _num_blocks(
-    spec: ModelSpec, layout: KvLayout, role: Role, options: EngineOptions, available_bytes: int
-) -> int:
-    """As told, else enough for a full batch of full contexts within a share of the memory."""
-    if options.num_blocks is not None:
-        return options.num_blocks
-    if options.kv_memory is not None:
-        return max(1, options.kv_memory // layout.block_bytes)
-    batch = options.prefill_batch if role == "prefill" else options.decode_batch
-    context = min(options.context_tokens or spec.context_tokens, spec.context_tokens)
-    wanted = batch * layout.num_blocks_for(context)
-    share_bytes = available_bytes // _POOL_SHARE_DEFAULT
-    return max(1, min(wanted, share_bytes // layout.block_bytes))
+def missing_memory(model: LoadedModel, role: Role) -> str:
+    """Why the machine's memory does not suffice for the pool of this role; empty when it does."""
+    plan, pool = model.pool_plan, model.backend.pool
+    assert plan is not None, "the model was loaded from a checkpoint"
+    wanted_bytes = segment_bytes(plan.layout, plan.num_blocks(role))
+    free_bytes = available_memory_bytes() + segment_bytes(pool.layout, pool.num_blocks)
+    if wanted_bytes <= free_bytes:
+        return ""
+    return (
+        f"the KV pool of a {role} worker takes {wanted_bytes} bytes, and {free_bytes} would be "
+        "free once this worker has given its own back"
+    )
+
+
+def renewed(model: LoadedModel, role: Role) -> LoadedModel:
+    """The same weights for a worker of this role and a fresh incarnation. Blocks.
+
+    The pool of before is gone, even where this raises ConfigError; then it may be called again.
+    """
+    plan = model.pool_plan
+    assert plan is not None, "the model was loaded from a checkpoint"
+    num_blocks, incarnation = plan.num_blocks(role), Incarnation(secrets.token_hex(16))
+    model.backend.close_pool()
+    gc.collect()  # what the former worker's parts knew of the old pool keeps its memory
+    model.backend.open_pool(num_blocks, incarnation)
+    _log.info("pool_renewed", role=role, num_blocks=num_blocks)
+    return replace(model, incarnation=incarnation, context_tokens=plan.context_tokens(num_blocks))

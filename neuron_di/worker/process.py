@@ -1,19 +1,36 @@
-"""The worker process: load, announce, serve legs, drain, end."""
+"""The worker process: load, announce, serve legs, drain, end.
+
+Next: neuron_di/worker/role_epochs.py
+"""
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import uvloop
 
-from neuron_di.config import HandOverOptions, WorkerOptions, is_loopback
-from neuron_di.errors import ConfigError, LocalProtocolError
+from neuron_di.config import (
+    HandOverOptions,
+    WorkerOptions,
+    is_loopback,
+    raise_descriptor_limit,
+)
+from neuron_di.errors import ConfigError
+from neuron_di.etcd import RegistryLike, open_registry
 from neuron_di.obs import LaunchReport, get_logger, say
-from neuron_di.registry import Announcer, RegistryClient
-from neuron_di.worker.model import LoadedModel, load_model
-from neuron_di.worker.server import listening
+from neuron_di.registry import Announcer, keep_s_for
+from neuron_di.registry.announcer import ANNOUNCE_TTL_S
+from neuron_di.types import Role
+from neuron_di.worker.announced_host import announced_host, as_announced
+from neuron_di.worker.model import LoadedModel, load_model, missing_memory, renewed
+from neuron_di.worker.orders import Orders, RoleImpossible
+from neuron_di.worker.peers import following_peers
+from neuron_di.worker.role_epochs import EpochParts, run_epochs
+from neuron_di.worker.server import bind, listening
 from neuron_di.worker.worker import Worker
 
 _log = get_logger(__name__)
@@ -27,6 +44,7 @@ def run_worker(options: WorkerOptions) -> None:
             f"--host {options.host} can be reached from other machines, and a worker does whatever "
             "it is asked: listen on loopback, or say --insecure where that network is trusted"
         )
+    raise_descriptor_limit()
     if options.core is not None:
         _pin(options.core)
     is_child = options.parent_pid is not None
@@ -43,8 +61,13 @@ def run_worker(options: WorkerOptions) -> None:
         num_siblings=options.num_siblings,
         on_progress=on_progress,
     )
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(options, model))
+    sock = bind(options.host, options.port)
+    with sock:
+        options = _with_addresses(options, sock)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            was_ordered = runner.run(_serve(options, model, sock))
+    if is_child and was_ordered:
+        say(LaunchReport(event="drained"))
 
 
 def _check(limits: HandOverOptions) -> None:
@@ -55,6 +78,19 @@ def _check(limits: HandOverOptions) -> None:
         )
 
 
+def _with_addresses(options: WorkerOptions, sock: socket.socket) -> WorkerOptions:
+    """Where this worker is, and its only partner, in numbers. ConfigError where nobody can tell."""
+    static_peer = options.static_peer
+    if static_peer is not None and options.role == "decode":
+        static_peer = as_announced(static_peer)
+    return replace(
+        options,
+        port=sock.getsockname()[1],
+        announce_host=announced_host(options, sock),
+        static_peer=static_peer,
+    )
+
+
 def _pin(core: int) -> None:
     try:
         os.sched_setaffinity(0, {core})
@@ -62,52 +98,84 @@ def _pin(core: int) -> None:
         raise ConfigError(f"cannot pin this worker to core {core}: {error}") from None
 
 
-async def _serve(options: WorkerOptions, model: LoadedModel) -> None:
+async def _serve(options: WorkerOptions, model: LoadedModel, sock: socket.socket) -> bool:
+    """Serve until the process is told to end. True: by an operator's drain."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    worker = Worker(options, model)
-    try:
-        async with _served(worker, options), _announced(worker, options) as announcer:
-            url = worker.record().url()
-            _log.info("ready", worker=worker.worker_id, url=url)
-            if options.parent_pid is not None:
-                say(LaunchReport(event="ready", url=url, worker_id=worker.worker_id))
-            await _first_of(stop, worker.engine_failed)
-            worker.set_state("draining")
-            if announcer is not None:
-                announcer.record_changed()
-            if not await worker.drain(options.drain_timeout_s):
-                _log.warning("drain_incomplete", num_legs=len(worker.legs))
-    finally:
-        await worker.close()
-    if worker.engine_failed.is_set():
-        raise LocalProtocolError("the engine has failed; the log says why")
+    async with open_registry(options.registry, options.etcd) as registry:
+        process = _Process(options, model, sock, registry)
+        orders = Orders(process.check_role, drain_timeout_s=options.drain_timeout_s)
+        parts = EpochParts(
+            assemble=process.assemble,
+            listening=process.listening,
+            announced=process.announced,
+            on_ready=process.tell_ready,
+        )
+        return await run_epochs(options.role, orders, parts, stop)
 
 
-async def _first_of(*events: asyncio.Event) -> None:
-    tasks = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
+class _Process:
+    """What all workers share that live in this process, one after another."""
 
+    def __init__(
+        self,
+        options: WorkerOptions,
+        model: LoadedModel,
+        sock: socket.socket,
+        registry: RegistryLike | None,
+    ) -> None:
+        self._options = options
+        self._model = model
+        self._sock = sock
+        self._registry = registry
+        self._num_assembled = 0
 
-@contextlib.asynccontextmanager
-async def _served(worker: Worker, options: WorkerOptions) -> AsyncIterator[None]:
-    async with listening(worker, options.host, options.port) as port:
-        worker.api_port = port
-        worker.set_state("ready")
-        yield
+    async def assemble(self, role: Role) -> Worker:
+        """A worker of this role. The first one has the pool that was loaded with the weights."""
+        options = self._options
+        if self._num_assembled:
+            loop = asyncio.get_running_loop()
+            self._model = await loop.run_in_executor(None, renewed, self._model, role)
+            options = replace(options, role=role)
+        self._num_assembled += 1
+        worker = Worker(options, self._model)
+        # Its name stays, whatever it does.
+        self._options = replace(options, worker_id=worker.worker_id)
+        return worker
 
+    def check_role(self, role: Role) -> None:
+        """Raise RoleImpossible where this process cannot take a role."""
+        if self._options.static_peer is not None:
+            raise RoleImpossible("this worker is bound to one partner by --static-peer")
+        if missing := missing_memory(self._model, role):
+            raise RoleImpossible(missing)
 
-@contextlib.asynccontextmanager
-async def _announced(worker: Worker, options: WorkerOptions) -> AsyncIterator[Announcer | None]:
-    if options.registry is None:
-        yield None
-        return
-    async with (
-        RegistryClient(options.registry) as registry,
-        Announcer(registry, worker.record) as announcer,
-    ):
-        yield announcer
+    @contextlib.asynccontextmanager
+    async def listening(self, worker: Worker, orders: Orders) -> AsyncIterator[None]:
+        options = self._options
+        async with listening(worker, options.host, options.port, orders=orders, sock=self._sock):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def announced(self, worker: Worker) -> AsyncIterator[Announcer | None]:
+        if self._registry is None:
+            yield None
+            return
+        options = self._options
+        ttl_s = options.etcd.etcd_ttl_s if options.etcd.etcd else ANNOUNCE_TTL_S
+        async with (
+            Announcer(self._registry, worker.record, ttl_s=ttl_s) as announcer,
+            # Its peers let it in by what it announces.
+            following_peers(
+                worker, self._registry, addresses=options.addresses, keep_s=keep_s_for(ttl_s)
+            ),
+        ):
+            yield announcer
+
+    def tell_ready(self, worker: Worker) -> None:
+        worker_id, role, url = worker.worker_id, worker.record().role, worker.record().url()
+        _log.info("ready", worker=worker_id, role=role, url=url)
+        if self._options.parent_pid is not None:
+            say(LaunchReport(event="ready", url=url, worker_id=worker_id, role=role))

@@ -4,6 +4,7 @@ Next: neuron_di/worker/prefill_worker.py, neuron_di/worker/decode_worker.py
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -31,8 +32,10 @@ from neuron_di.wire import (
 )
 from neuron_di.wire.codec import LEG_BYTES_MAX
 from neuron_di.wire.leg_link import LegKind
+from neuron_di.worker.admin_api import add_admin_routes
 from neuron_di.worker.leg_link_server import End, LegLinkServer, Say
 from neuron_di.worker.leg_report import failed
+from neuron_di.worker.orders import Orders
 from neuron_di.worker.tokenize_api import add_tokenize_routes
 from neuron_di.worker.worker import Worker
 
@@ -44,8 +47,8 @@ BACKLOG = 1024
 Run = Callable[[Any], AsyncGenerator[LegEvent, None]]
 
 
-def make_app(worker: Worker) -> web.Application:
-    """The worker's HTTP routes."""
+def make_app(worker: Worker, orders: Orders | None = None) -> web.Application:
+    """The worker's HTTP routes. Without `orders` it takes none."""
     app = web.Application(client_max_size=LEG_BYTES_MAX)
 
     async def status(_: web.Request) -> web.Response:
@@ -54,6 +57,8 @@ def make_app(worker: Worker) -> web.Application:
 
     app.router.add_get("/status", status)
     add_tokenize_routes(app, worker.prompts)
+    if orders is not None:
+        add_admin_routes(app, orders)
     return app
 
 
@@ -113,15 +118,33 @@ class LegAnswers:
             say(failed(LocalProtocolError("internal error")))
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """Take a worker's address; 0 takes any free port. ConfigError when it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
+
+
 @asynccontextmanager
-async def listening(worker: Worker, host: str, port: int) -> AsyncIterator[int]:
+async def listening(
+    worker: Worker,
+    host: str,
+    port: int,
+    *,
+    orders: Orders | None = None,
+    sock: socket.socket | None = None,
+) -> AsyncIterator[int]:
     """Serve the worker at an address; gives the port, of which 0 takes any free one.
 
     Raises ConfigError when the address cannot be had. Legs that still run at the end are ended.
+    A `sock` that is bound there stays its owner's: who connects when nobody serves waits.
     """
     # A closed connection cancels what it asked for.
     runner = web.AppRunner(
-        make_app(worker), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        make_app(worker, orders), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
     )
     await runner.setup()
     answers = LegAnswers(runs_of(worker), lambda: worker.is_draining)
@@ -131,10 +154,8 @@ async def listening(worker: Worker, host: str, port: int) -> AsyncIterator[int]:
     telling = asyncio.create_task(_tell_failure(worker, links))
     try:
         loop = asyncio.get_running_loop()
-        try:
-            server = await loop.create_server(links, host, port, backlog=BACKLOG)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        listener = bind(host, port) if sock is None else sock.dup()
+        server = await loop.create_server(links, sock=listener, backlog=BACKLOG)
         try:
             yield server.sockets[0].getsockname()[1]
         finally:

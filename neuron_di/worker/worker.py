@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from neuron_di.clock import unix_s
+from neuron_di.clock import Deadline, unix_s
 from neuron_di.config import WorkerOptions
 from neuron_di.core import (
     BlockPool,
@@ -28,6 +28,8 @@ from neuron_di.transfer import (
     SignalTransport,
     TransferEngine,
     ZmqTransport,
+    make_signal_keys,
+    transfer_domain,
 )
 from neuron_di.types import WorkerId, WorkerState
 from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
@@ -67,6 +69,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._state: WorkerState = "starting"
         self.on_state: Callable[[], None] = lambda: None  # whoever must hear of another state
+        self.leaving: Deadline | None = None  # an order is prepared, which is good until then
         self.engine_failed = asyncio.Event()  # by a bug of ours: this process should end
         self._started_unix_s = unix_s()
         self.worker_id = WorkerId(options.worker_id or f"{options.role}-{model.incarnation[:8]}")
@@ -79,6 +82,7 @@ class Worker:
         self.combined: CombinedWorker | None = None
         self._connector: NeuronConnector | None = None
         self._transfer: TransferEngine | None = None
+        self._signal_keys = make_signal_keys(options.hand_over.signal_curve)
         self._layout_digest = model.backend.layout.digest()
         self._traits = template_traits(model.tokenizer.chat_template_source)
         self._block_pool = BlockPool(model.backend.pool.num_blocks)
@@ -88,8 +92,18 @@ class Worker:
             context_tokens=model.context_tokens,
             eos_token_ids=model.eos_token_ids,
         )
-        self._scheduler, self._engine = self._assemble()
+        try:
+            self._scheduler, self._engine = self._assemble()
+        except BaseException:  # the process may go on, in another role
+            self._close_links()
+            self._wait_closed()
+            raise
         self._parts.start_engine(self._engine)
+
+    @property
+    def connector(self) -> NeuronConnector | None:
+        """What it talks to its peers with; None: its role has none."""
+        return self._connector
 
     @property
     def is_draining(self) -> bool:
@@ -116,13 +130,16 @@ class Worker:
             model_digest=self._model.digest,
             layout_digest=self._layout_digest,
             context_tokens=self._model.context_tokens,
-            host=options.host,
+            host=options.announce_host or options.host,
             api_port=self.api_port,
-            signal_host=options.host,
+            signal_host=options.announce_host or options.host,
             signal_port=self.prefill.signal_port if self.prefill is not None else 0,
+            signal_key=self._signal_keys.public if self._signal_keys is not None else None,
             started_unix_s=self._started_unix_s,
             numerics=self._numerics(),
+            transfer=transfer_domain(self._transfer) if self._transfer is not None else "",
             connections=self._connector.connections() if self._connector is not None else [],
+            num_legs=len(self.legs),
             slots=self._slots(),
             num_vocab=self._model.backend.num_vocab,
             tool_format=self._traits.tool_format,
@@ -160,28 +177,37 @@ class Worker:
             num_leases_ended=counters.num_leases_ended,
             num_signals_refused=counters.num_signals_refused,
             num_stale=counters.num_stale,
+            is_leaving=self.leaving is not None and not self.leaving.has_passed(),
             has_failed=self._engine.has_failed,
         )
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new legs and wait for the running ones. False when some were still there."""
-        self.set_state("draining")
-        try:
-            async with asyncio.timeout(timeout_s):
-                while len(self.legs):  # noqa: ASYNC110 - legs end one by one
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            return False
-        return True
+    def lease_left_s(self) -> float | None:
+        """Seconds until parked KV that nobody pulls is given up; None: none is parked."""
+        return self._connector.lease_left_s() if self._connector is not None else None
 
-    async def close(self) -> None:
-        """End everything in the order of dependence: engine, links, transfers, memory."""
+    async def close(self, *, keeps_weights: bool = False) -> None:
+        """End everything in the order of dependence: engine, links, transfers, memory.
+
+        Another worker may take over weights that are kept.
+        """
         await self._loop.run_in_executor(None, self._engine.stop)
+        self._close_links()
+        await self._loop.run_in_executor(None, self._wait_closed)
+        if keeps_weights:
+            self._model.backend.close_pool()
+        else:
+            self._model.backend.close()
+
+    def _close_links(self) -> None:
         if self._connector is not None:
             self._connector.close()
+
+    def _wait_closed(self) -> None:
+        """Wait for what was still said and copied. Blocks."""
+        if self._connector is not None:
+            self._connector.wait_closed()
         if self._transfer is not None:
-            await self._loop.run_in_executor(None, self._transfer.close)
-        self._model.backend.close()
+            self._transfer.close()
 
     def _assemble(self) -> tuple[Scheduler, Engine]:
         """Build what the role needs, from the scheduler up to the legs."""
@@ -251,6 +277,9 @@ class Worker:
             signal_port=options.signal_port,
             limits=options.hand_over,
             static_peer=options.static_peer,
+            static_peer_key=options.static_peer_key,
+            has_directory=options.registry is not None or bool(options.etcd.etcd),
+            keys=self._signal_keys,
         )
         return NeuronConnector(
             local,

@@ -9,7 +9,7 @@ Next: proxy/neuron_di_proxy/service.py
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -38,6 +38,8 @@ from neuron_di.errors import BadRequest, ClientError, NeuronDiError
 from neuron_di.obs import get_logger
 from neuron_di.version import __version__
 from neuron_di.wire import Failed
+from neuron_di_proxy.admin import Lines
+from neuron_di_proxy.admin_order import check_sender, read_drain, read_role
 from neuron_di_proxy.body_refusal import body_late, body_too_large, check_body_form
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.client_request import BYTES_PER_TOKEN
@@ -159,6 +161,8 @@ class Proxy(Quart):
         self._route("GET", "/status", self.status)
         self._route("GET", "/metrics", self.metrics)
         self._route("GET", "/openapi.json", self.openapi)
+        self._route("POST", "/admin/drain", self.drain_worker)
+        self._route("POST", "/admin/role", self.change_role)
 
     async def tokenize(self) -> Response:
         return await self._forward_tokenize("tokenize")
@@ -213,6 +217,23 @@ class Proxy(Quart):
 
     async def openapi(self) -> Response:
         return _json_response(openapi_document())
+
+    async def drain_worker(self) -> Response:
+        order = read_drain(_this_request().fields, await self._order())
+        return await _follow(self.service.admin.drain(order))
+
+    async def change_role(self) -> Response:
+        order = read_role(_this_request().fields, await self._order())
+        return await _follow(self.service.admin.change_role(order))
+
+    async def _order(self) -> bytes:
+        request = _this_request()
+        if not self.service.keys.are_asked_for:
+            assert request.scope is not None, "it came over ASGI"
+            check_sender(request.fields, (request.scope.get("client") or ("",))[0])
+        check_body_form(request.fields)
+        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        return bytes(body)
 
     def _health(self) -> HealthAnswer:
         service = self.service
@@ -334,6 +355,22 @@ async def _ending(
             yield piece
     finally:
         answering.cancel()
+
+
+async def _follow(lines: Lines) -> Response:
+    """The lines of an order as they come. What refuses it is raised before the first."""
+    _this_request().cleanup.push_async_callback(lines.aclose)  # also if nobody reads the first
+    first = await anext(lines)
+
+    async def all_of_them() -> AsyncGenerator[bytes, None]:
+        async with aclosing(lines):
+            yield msgspec.json.encode(first) + b"\n"
+            async for line in lines:
+                yield msgspec.json.encode(line) + b"\n"
+
+    response = Response(all_of_them(), content_type="application/x-ndjson")
+    response.timeout = None
+    return response
 
 
 def _response(head: Refusal, data: Any) -> Response:

@@ -4,8 +4,8 @@
 
 Options come from the environment and the file that NEURON_DI_CONFIG names, as they do for
 `neuron-di proxy`. The server listens and speaks TLS, so it minds its own address, limits of
-connections and number of processes. With several processes the workers must be given by URL: a
-registry is the process' own.
+connections and number of processes. With several processes the workers must be given by URL or
+found in an etcd that runs already: a registry is the process' own.
 """
 
 import argparse
@@ -63,9 +63,9 @@ async def _start(stack: AsyncExitStack) -> Service:
     """Raises ConfigError for options that cannot work."""
     options = load_options(ProxyOptions, argparse.Namespace(), os.environ)
     setup_logging("proxy", options.log.log_level, options.log.log_format)
-    directory, registry_address = await stack.enter_async_context(open_directory(options))
+    directory, meeting = await stack.enter_async_context(open_directory(options))
     service = await stack.enter_async_context(Service(config_of(options), directory))
-    _log.info("ready", pid=os.getpid(), registry=registry_address)
+    _log.info("ready", pid=os.getpid(), **meeting.words())
     return service
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from neuron_di.config import FrontOptions, LimitOptions
+from neuron_di.config import FrontOptions, LimitOptions, RoutingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,3 +13,5 @@ class ProxyConfig:
     port: int = 8000  # 0: any free port
     front: FrontOptions = field(default_factory=FrontOptions)
     limits: LimitOptions = field(default_factory=LimitOptions)
+    lease_s: float = 10.0  # of a worker's key in the registry
+    routing: RoutingOptions = field(default_factory=RoutingOptions)

@@ -23,13 +23,16 @@ the moment at which it is read. After this process was stopped that may be long 
 but then silence is counted anew in any case (`watch.forgive`).
 
 A directory only discovers: a worker that it drops gets no new requests, and is watched for as
-long as legs are open there.
+long as legs are open there. One that keeps workers whose key vanished hears which of them are
+gone. Where two workers say that they are at one address, neither gets a request before it has
+answered: who is not the process that answers there is down.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Self
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
@@ -38,7 +41,16 @@ from neuron_di.obs import get_logger
 from neuron_di.types import WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus
 from neuron_di.wire.leg_link import ALIVE_INTERVAL_S
+from neuron_di_proxy.directory import (
+    AdoptingDirectory,
+    AskingDirectory,
+    CandidDirectory,
+    DoubtingDirectory,
+    TellingDirectory,
+)
 from neuron_di_proxy.failure import failure_of
+from neuron_di_proxy.health_report import HealthReport as HealthReport
+from neuron_di_proxy.health_report import report_of
 from neuron_di_proxy.route import Directory
 from neuron_di_proxy.ticks import until_tick_s
 from neuron_di_proxy.watch import (
@@ -53,46 +65,15 @@ from neuron_di_proxy.watch import (
 )
 from neuron_di_proxy.watch import Praise as Praise
 from neuron_di_proxy.watch import Watching as Watching
-from neuron_di_proxy.workers import Process, Workers, process_of
+from neuron_di_proxy.workers import OnWord as OnWord
+from neuron_di_proxy.workers import Process, TalkingWorkers, Workers, place_of, process_of
 
 ANSWER_MIN_S = 0.25  # a worker gets at least this to answer, however late the question is asked
 FOLLOW_INTERVAL_S = 1.0  # at most, between two looks at the directory
+FOLLOW_PAUSE_S = 0.1  # at least, where it tells of its changes
 SUSPICIOUS = frozenset({"peer_gone", "peer_timeout", "stale_incarnation"})
 
-# A word of a process, by its record. None: its link has ended.
-OnWord = Callable[[WorkerRecord, WorkerStatus | None], None]
-LastWord = Callable[[WorkerRecord], WorkerStatus | None]
-
-
-@runtime_checkable
-class TalkingWorkers(Protocol):
-    """Workers that say how they are without being asked."""
-
-    def on_word(self, hear: OnWord) -> None:
-        """Have each word told to `hear`, on the event loop."""
-
-    def forget(self, record: WorkerRecord) -> None:
-        """Nobody watches this process any more: end its link, unless legs are open there."""
-
-
-@runtime_checkable
-class AskingDirectory(Protocol):
-    """A directory that asks workers for their records."""
-
-    def ask_first(self, last_word: LastWord) -> None:
-        """What `last_word` has need not be asked for."""
-
-
 _log = get_logger(__name__)
-
-
-class HealthReport(NamedTuple):
-    """What is known of one worker. `reason` is empty while it may get requests."""
-
-    record: WorkerRecord
-    state: WorkerHealth | Literal["draining", "broken"]  # broken: its breaker is not closed
-    reason: str
-    status: WorkerStatus | None = None  # its last good answer
 
 
 class Health:
@@ -109,6 +90,8 @@ class Health:
         self._num_listed = 0  # processes among it
         self._task: asyncio.Task[None] | None = None  # while entered
         self._talking: TalkingWorkers | None = None
+        self._doubting = directory if isinstance(directory, DoubtingDirectory) else None
+        self._adopting = directory if isinstance(directory, AdoptingDirectory) else None
         self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
         if isinstance(workers, TalkingWorkers):
             self._talking = workers
@@ -144,18 +127,31 @@ class Health:
         watch = self._watches.get(process_of(record))
         return watch.why_not() if watch is not None else ""
 
+    def load_of(self, record: WorkerRecord) -> float:
+        """How much of what it can compute at once it has: 1.0 is as much as its slots.
+
+        What this proxy has there, and what others had by the worker's last word.
+        """
+        watch = self._watches.get(process_of(record))
+        if watch is None:
+            return record.num_legs / max(1, record.slots)
+        return (len(watch.legs) + watch.num_elsewhere) / max(1, record.slots)
+
     def reports(self) -> list[HealthReport]:
         """Every worker of the directory, in its order."""
-        reports = []
-        for record in self._directory.workers():
-            watch = self._watches.get(process_of(record), Watch(record))
-            state: WorkerHealth | Literal["draining", "broken"] = watch.state
-            if state in ("new", "up") and watch.is_draining:
-                state = "draining"
-            elif state in ("new", "up") and watch.breaker.state() != "closed":
-                state = "broken"
-            reports.append(HealthReport(record, state, watch.why_not(), watch.status))
-        return reports
+        vanished = {} if self._doubting is None else self._doubting.vanished()
+        return [
+            report_of(
+                record,
+                self._watches.get(process_of(record)) or Watch(record),
+                vanished.get(process_of(record)),
+            )
+            for record in self._directory.workers()
+        ]
+
+    def candid_directory(self) -> CandidDirectory | None:
+        """The directory, if it says what is wrong with it."""
+        return self._directory if isinstance(self._directory, CandidDirectory) else None
 
     def watching(self, record: WorkerRecord, on_loss: OnLoss) -> Watching:
         """Watch a process for a leg, for as long as a `with` block of this runs.
@@ -230,20 +226,37 @@ class Health:
     async def _follow(self) -> None:
         """Watch what the directory has, and what has open legs."""
         interval_s = min(2 * self._limits.probe_interval_s, FOLLOW_INTERVAL_S)
+        directory = self._directory if isinstance(self._directory, TellingDirectory) else None
+        has_changed = False
         while True:
+            epoch = 0 if directory is None else directory.epoch
             try:
                 self._update()
             except Exception:
                 _log.exception("directory_failed")
-            await asyncio.sleep(until_tick_s(interval_s))
+            if directory is None:
+                await asyncio.sleep(until_tick_s(interval_s))
+                continue
+            if has_changed:  # more changes may come with this one
+                await asyncio.sleep(FOLLOW_PAUSE_S)
+            has_changed = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until_tick_s(interval_s)):
+                    await directory.wait_changed(epoch)
+                    has_changed = True
 
     def _update(self) -> None:
         records = self._directory.workers()
         if records is self._seen and len(self._watches) == self._num_listed:
             return  # as a rule
         listed = {process_of(record): record for record in records}
-        for record in listed.values():
-            self._watch_of(record).record = record
+        vanished = {} if self._doubting is None else self._doubting.vanished()
+        for process, record in listed.items():
+            watch = self._watch_of(record)
+            watch.record = record
+            if process in vanished and (watch.loss is not None or watch.is_draining):
+                self._drop(watch)
+        self._doubt_rivals([self._watches[process] for process in listed])
         for process, watch in list(self._watches.items()):
             if process not in listed and not watch.legs and watch.state != "suspect":
                 del self._watches[process]
@@ -253,6 +266,27 @@ class Health:
                 self._forget(watch.record)
         # Last: after a failure the next look must do it all again.
         self._seen, self._num_listed = records, len(listed)
+
+    def _doubt_rivals(self, watches: list[Watch]) -> None:
+        """Ask at once who has an address, or a name, that a worker nobody asked yet claims."""
+        if not any(watch.state == "new" for watch in watches):
+            return  # as a rule
+        claims: dict[object, list[Watch]] = {}
+        for watch in watches:
+            claims.setdefault(place_of(watch.record), []).append(watch)
+            claims.setdefault(watch.record.worker_id, []).append(watch)
+        for claim, rivals in claims.items():
+            if len(rivals) > 1 and any(watch.state == "new" for watch in rivals):
+                for watch in rivals:
+                    watch.hurry.set()
+                    if watch.state == "new" and isinstance(claim, tuple):
+                        words = f"several workers say that they are at {claim[0]}:{claim[1]}"
+                        self._become(watch, "suspect", words)
+
+    def _drop(self, watch: Watch) -> None:
+        """The process is gone, or is about to go. If its key is gone as well, it is no more."""
+        if self._doubting is not None:
+            self._doubting.drop(watch.record, watch.why_not())
 
     def _forget(self, record: WorkerRecord) -> None:
         if self._talking is not None:
@@ -323,17 +357,25 @@ class Health:
     def _hear(self, watch: Watch, status: WorkerStatus) -> None:
         worker_id = watch.record.worker_id
         if status.record.incarnation != watch.record.incarnation:
-            self._lose(watch, "down", PeerGone(f"worker {worker_id} is another process now"))
+            # The record may be a ghost's, or name an address that is somebody else's.
+            host, port = place_of(watch.record)
+            words = f"{worker_id} is not at {host}:{port}: another process is, "
+            if self._adopting is not None:
+                self._adopting.adopt(watch.record, status.record)
+            self._lose(watch, "down", PeerGone(words + status.record.worker_id))
         elif status.has_failed:
             self._lose(watch, "down", PeerGone(f"worker {worker_id} has failed"))
         else:
             watch.good_s = now_s()
             watch.status = status
+            watch.num_elsewhere = max(0, status.num_legs - len(watch.legs))
             watch.loss = None
             is_draining = status.record.state == "draining"
             if watch.state != "up" or watch.is_draining != is_draining:
                 watch.is_draining = is_draining
                 self._become(watch, "up", "")
+            if is_draining:
+                self._drop(watch)
 
     def _lose(self, watch: Watch, state: WorkerHealth, error: PeerError) -> None:
         watch.loss = error
@@ -343,6 +385,7 @@ class Health:
         for on_loss in list(watch.legs.values()):
             on_loss(error)
         watch.legs = dict.fromkeys(watch.legs, ignore)
+        self._drop(watch)
 
     def _become(self, watch: Watch, state: WorkerHealth, reason: str) -> None:
         worker_id: WorkerId = watch.record.worker_id

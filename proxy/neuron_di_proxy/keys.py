@@ -26,7 +26,8 @@ __all__ = ["LOOK_INTERVAL_S", "OPEN_PATHS", "OPERATOR_PATHS", "Keys", "Tenant", 
 
 LOOK_INTERVAL_S = 1.0  # between two looks at whether the file changed
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})  # what load balancers ask, who have no key
-OPERATOR_PATHS = frozenset({"/metrics", "/status"})  # they show every tenant's doings
+# They show every tenant's doings, or change what serves all of them.
+OPERATOR_PATHS = frozenset({"/metrics", "/status", "/admin/drain", "/admin/role"})
 
 _NO_DIGEST = "0" * 64  # compared with where there is no key
 
@@ -51,6 +52,11 @@ class Keys:
             self._seen = _stat(self._path)
             self._take(read_key_file(self._path))
             self._look_again_s = now_s() + LOOK_INTERVAL_S
+
+    @property
+    def are_asked_for(self) -> bool:
+        """False where everybody may come."""
+        return self._path is not None
 
     def tenant_of(self, authorization: str | None) -> Tenant:
         """The tenant that the header's key belongs to. Unauthorized when there is none."""

@@ -18,6 +18,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from neuron_di.errors import KvError, NeuronDiError
+from neuron_di_proxy.directory import CandidDirectory
+from neuron_di_proxy.directory_metrics import directory_families
 from neuron_di_proxy.health import HealthReport
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.model_metrics import ModelMetrics, model_families
@@ -46,6 +48,8 @@ class Gauges(Protocol):
     def health_reports(self) -> list[HealthReport]: ...
 
     def pair_results(self) -> list[PairResult]: ...
+
+    def candid_directory(self) -> CandidDirectory | None: ...
 
 
 @dataclass(slots=True)
@@ -150,7 +154,9 @@ class Metrics(Collector):
             ("connections", "clients' connections that are open", self.connections.num_open),
         ):
             yield GaugeMetricFamily(f"neuron_di_{name}", words, value=number)
-        yield from worker_families(gauges.health_reports(), gauges.pair_results())
+        reports = gauges.health_reports()
+        yield from worker_families(reports, gauges.pair_results())
+        yield from directory_families(reports, gauges.candid_directory())
 
     def _transfers_on(self, link: str) -> Histogram:
         known = self._transfers.get(link)

@@ -51,6 +51,10 @@ def openapi_document() -> _Json:
             "/version": {"get": _get("The server's version", "Version")},
             "/status": {"get": _get("The proxy, its workers and their load", "Status")},
             "/metrics": {"get": _operation("Metrics for Prometheus", {"text/plain": _STRING})},
+            "/admin/drain": {
+                "post": _order("End a worker once nothing is left there", "DrainOrder")
+            },
+            "/admin/role": {"post": _order("Give a worker another role", "RoleOrder")},
             "/openapi.json": {"get": _get("This document", "Document")},
         },
         "components": {
@@ -112,6 +116,28 @@ def _probe(summary: str, answer: str) -> _Json:
     content = {"application/json": _schema(answer)}
     operation["responses"]["503"] = {"description": "Not now", "content": content}
     return operation | {"security": _OPEN}
+
+
+def _order(summary: str, body: str) -> _Json:
+    """What only an operator may ask for. Answered by lines of JSON, as things are reached."""
+    lines = _STRING["schema"] | {
+        "description": "One JSON object a line; the last one's phase is done or failed",
+        "contentMediaType": "application/x-ndjson",
+        "contentSchema": {"$ref": "#/components/schemas/OrderLine"},
+    }
+    operation = _operation(summary, {"application/x-ndjson": {"schema": lines}})
+    failure = operation["responses"]["default"]
+    operation["responses"] |= {
+        "403": failure | {"description": "An operator's key is needed"},
+        "404": failure | {"description": "No worker, or more than one, has this name"},
+        "409": failure | {"description": "It is the last of its role, or is told otherwise"},
+        "413": failure,
+        "415": failure | {"description": "Not said to be JSON"},
+        "502": failure | {"description": "The worker cannot be reached"},
+    }
+    return operation | {
+        "requestBody": {"required": True, "content": {"application/json": _schema(body)}}
+    }
 
 
 def _post(summary: str, body: str, answer: str) -> _Json:

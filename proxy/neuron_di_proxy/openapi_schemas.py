@@ -3,7 +3,7 @@
 An answer's schema says what every answer has; more may be there.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -14,6 +14,8 @@ from neuron_di.request.sampling import (
     STOP_STRINGS_MAX,
     STOP_TOKEN_IDS_MAX,
 )
+from neuron_di.wire.admin import WAIT_S_MAX
+from neuron_di_proxy.admin_order import Phase
 from neuron_di_proxy.request_fields import (
     INT64_MAX,
     ChatFields,
@@ -184,6 +186,7 @@ def schemas() -> _Json:
         **classes,
         **_ANSWERS,
         **_TOKENIZE,
+        **_ORDERS,
         "CompletionRequest": completion,
         "ChatCompletionRequest": chat,
     }
@@ -295,6 +298,27 @@ _ANSWERS: dict[str, _Json] = {
     "Version": _object({"version": _TEXT}),
     "Status": _ANY_OBJECT,
     "Document": _object({"openapi": _TEXT, "paths": _ANY_OBJECT}),
+}
+
+_WORKER_NAME: _Json = {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"}
+_ORDER_FIELDS: dict[str, _Json] = {
+    "timeout_s": {"type": ["number", "null"], "minimum": 0, "maximum": WAIT_S_MAX},
+    "force": {"type": "boolean"},
+}
+_ORDERS: dict[str, _Json] = {
+    "DrainOrder": _object({"worker": _WORKER_NAME}, **_ORDER_FIELDS)
+    | {"additionalProperties": False},
+    "RoleOrder": _object(
+        {"worker": _WORKER_NAME, "role": {"enum": ["prefill", "decode", "both"]}}, **_ORDER_FIELDS
+    )
+    | {"additionalProperties": False},
+    "OrderLine": _object(
+        {"phase": {"enum": list(get_args(Phase))}},
+        words=_TEXT,
+        progress=_OBJECT_OR_NULL,
+        failed=_OBJECT_OR_NULL,
+        is_clean={"type": "boolean"},
+    ),
 }
 
 _TOKENIZE_FIELDS: dict[str, _Json] = {

@@ -8,16 +8,20 @@ import gc
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 
 import uvloop
 
-from neuron_di.config import ProxyOptions
-from neuron_di.obs import LaunchReport, get_logger, say
+from neuron_di.config import ProxyOptions, raise_descriptor_limit
+from neuron_di.errors import ConfigError
+from neuron_di.etcd import open_registry
+from neuron_di.obs import get_logger, say
 from neuron_di.registry import Directory as RegistryDirectory
-from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer
+from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer, keep_s_for
 from neuron_di_proxy.allocator import Allocator
 from neuron_di_proxy.config import ProxyConfig
-from neuron_di_proxy.processes import FurtherProcesses, part_of
+from neuron_di_proxy.processes import FurtherProcesses, Meeting, part_of
 from neuron_di_proxy.route import Directory
 from neuron_di_proxy.server import bind, serve
 from neuron_di_proxy.siblings import SiblingPlace
@@ -28,6 +32,7 @@ _log = get_logger(__name__)
 
 def run_proxy(options: ProxyOptions) -> None:
     """Run the proxy until SIGTERM or SIGINT; it drains first. ConfigError if it cannot start."""
+    raise_descriptor_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(options))
 
@@ -46,26 +51,52 @@ def settle_garbage() -> None:
 def config_of(options: ProxyOptions) -> ProxyConfig:
     """How this process is set up: with its part of the limits, where there are several."""
     front, limits = part_of(options.front, options.limits)
-    return ProxyConfig(host=options.host, port=options.port, front=front, limits=limits)
+    return ProxyConfig(
+        host=options.host,
+        port=options.port,
+        front=front,
+        limits=limits,
+        routing=options.routing,
+        lease_s=options.etcd.etcd_ttl_s,
+    )
 
 
 @asynccontextmanager
-async def open_directory(options: ProxyOptions) -> AsyncIterator[tuple[Directory, str]]:
-    """Who the workers are, and the registry's address where they announce themselves here."""
+async def open_directory(options: ProxyOptions) -> AsyncIterator[tuple[Directory, Meeting]]:
+    """Who the workers are, and where they announce themselves."""
+    keep_s = keep_s_for(options.etcd.etcd_ttl_s)
+    of_registry = partial(RegistryDirectory, addresses=options.addresses, keep_s=keep_s)
     async with AsyncExitStack() as stack:
         if options.prefill_urls or options.decode_urls:
             urls = options.prefill_urls + options.decode_urls
-            yield await stack.enter_async_context(StaticDirectory(urls)), ""
+            if options.etcd.etcd:
+                raise ConfigError("workers are given by URL or found in etcd, not both")
+            yield await stack.enter_async_context(StaticDirectory(urls)), Meeting()
+        elif options.etcd.etcd:
+            etcd = options.etcd
+            if etcd.is_auto:
+                etcd = replace(etcd, etcd=(await _child_etcd(stack),))
+            found = await stack.enter_async_context(open_registry(None, etcd))
+            assert found is not None
+            directory = await stack.enter_async_context(of_registry(found))
+            yield directory, Meeting(etcd=etcd.etcd)
         elif options.sibling_registry is not None:
             client = await stack.enter_async_context(RegistryClient(options.sibling_registry))
-            yield await stack.enter_async_context(RegistryDirectory(client)), ""
+            yield await stack.enter_async_context(of_registry(client)), Meeting()
         else:
             registry = EmbeddedRegistry()
             server = await stack.enter_async_context(
                 RegistryServer(registry, options.registry_bind)
             )
-            directory = await stack.enter_async_context(RegistryDirectory(registry))
-            yield directory, server.address
+            directory = await stack.enter_async_context(of_registry(registry))
+            yield directory, Meeting(registry=server.address)
+
+
+async def _child_etcd(stack: AsyncExitStack) -> str:
+    """Start an etcd of our own, as long as the stack lasts. Returns its address."""
+    from neuron_di.etcd.child import ChildEtcd  # needs packages that others do without
+
+    return (await stack.enter_async_context(ChildEtcd())).address
 
 
 async def _run(options: ProxyOptions) -> None:
@@ -79,7 +110,7 @@ async def _run(options: ProxyOptions) -> None:
     scheme = "http" if config.front.tls_cert is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     async with AsyncExitStack() as stack:
-        directory, registry_address = await stack.enter_async_context(open_directory(options))
+        directory, meeting = await stack.enter_async_context(open_directory(options))
         place = None
         if options.sibling_folder is not None:
             place = SiblingPlace(
@@ -88,16 +119,14 @@ async def _run(options: ProxyOptions) -> None:
                 num_processes=options.front.processes,
             )
         elif options.front.processes > 1:
-            others = await stack.enter_async_context(
-                FurtherProcesses(options, port, registry_address)
-            )
+            others = await stack.enter_async_context(FurtherProcesses(options, port, meeting))
             place = others.place
             draining = asyncio.create_task(_drain_with(stop, others))
             stack.callback(draining.cancel)
         if options.sibling_folder is None:  # the others are part of the first
-            _log.info("ready", url=url, registry=registry_address)
+            _log.info("ready", url=url, **meeting.words())
         if options.parent_pid is not None:
-            say(LaunchReport(event="ready", url=url, registry=registry_address))
+            say(meeting.report(url))
         settle_garbage()
         allocator = Allocator()
         if allocator.keep_freed():

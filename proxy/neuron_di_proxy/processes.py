@@ -9,14 +9,14 @@ import os
 import sys
 import tempfile
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from neuron_di.child import Child, end
 from neuron_di.clock import Deadline
 from neuron_di.config import FrontOptions, LimitOptions, ProxyOptions, flags_of
-from neuron_di.obs import get_logger
+from neuron_di.obs import LaunchReport, get_logger
 from neuron_di_proxy.siblings import SiblingPlace
 
 START_TIMEOUT_S = 30.0
@@ -25,13 +25,29 @@ END_TIMEOUT_S = 5.0  # beside the drain
 _log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where workers announce themselves: a registry of ours, members of an etcd, or nowhere."""
+
+    registry: str = ""
+    etcd: tuple[str, ...] = ()
+
+    def words(self) -> dict[str, str]:
+        """For a log."""
+        return {"etcd": ",".join(self.etcd)} if self.etcd else {"registry": self.registry}
+
+    def report(self, url: str) -> LaunchReport:
+        """For the launcher: ready at `url`."""
+        return LaunchReport(event="ready", url=url, registry=self.registry, etcd=self.etcd)
+
+
 class FurtherProcesses:
     """The processes beside the first one, while entered. The first one's own end ends them."""
 
-    def __init__(self, options: ProxyOptions, port: int, registry_address: str) -> None:
+    def __init__(self, options: ProxyOptions, port: int, meeting: Meeting) -> None:
         self._options = options
         self._port = port
-        self._registry_address = registry_address
+        self._meeting = meeting
         self._watches: list[asyncio.Task[str]] = []
 
     async def __aenter__(self) -> Self:
@@ -82,7 +98,8 @@ class FurtherProcesses:
             parent_pid=os.getpid(),
             sibling_index=index,
             sibling_folder=self.place.folder,
-            sibling_registry=self._registry_address or None,
+            sibling_registry=self._meeting.registry or None,
+            etcd=replace(self._options.etcd, etcd=self._meeting.etcd),
         )
         command = [sys.executable, "-m", "neuron_di", "proxy", *flags_of(options)]
         return Child(f"proxy-{index}", lambda: command)

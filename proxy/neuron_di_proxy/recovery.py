@@ -119,7 +119,7 @@ class RequestRunner:
                 request_id=record.request_id,
                 number=len(tried),
                 request=request,
-                route=await self._find_route(record, began, deadline),
+                route=await self._find_route(request, record, began, deadline),
                 emitted=tuple(record.emitted) if tried else (),
                 deadline=deadline,
                 begun_with=began.context_tokens() if began is not None else None,
@@ -154,7 +154,11 @@ class RequestRunner:
         self._health.fail_all(PeerGone("the server is shutting down"))
 
     async def _find_route(
-        self, record: RequestRecord, began: Attempt | None, deadline: Deadline
+        self,
+        request: ChoiceRequest,
+        record: RequestRecord,
+        began: Attempt | None,
+        deadline: Deadline,
     ) -> Route:
         """Wait for workers that can serve the request. Raises CapacityError when none is there."""
         avoid: set[Process] = set()
@@ -172,7 +176,7 @@ class RequestRunner:
             if deadline.has_passed():
                 raise RequestTimeout("no worker could take the request in time")
             try:
-                return self._router.pick(record.model, avoid, digest, context_tokens)
+                return self._router.pick(record.model, avoid, digest, context_tokens, request)
             except CapacityError:
                 queue = queue or Deadline.after(self._limits.queue_timeout_s)
                 if queue.has_passed():
@@ -234,7 +238,11 @@ class RequestRunner:
         is_continuation = bool(record.emitted)
         num_max = self._limits.continuations_max if is_continuation else self._limits.retries_max
         further = [each for each in record.attempts[1:] if bool(each.emitted) == is_continuation]
-        return len(further) < num_max
+        # Nothing was tried at who only refused: several that drain at once must not end a request.
+        # Once for each, or a request would go round among workers without room.
+        refusers = {process_of(each.refused_by) for each in record.attempts if each.refused_by}
+        num_free = len(refusers) if num_max else 0
+        return len(further) < num_max + num_free
 
     async def _back_off(self, record: RequestRecord, deadline: Deadline) -> None:
         wait_s = BACKOFF_S * BACKOFF_GROWTH ** (len(record.attempts) - 1)

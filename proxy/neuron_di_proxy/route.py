@@ -1,11 +1,12 @@
-"""Which workers serve a request: round robin over prefill and over decode workers (seed N-26).
+"""Which workers serve a request: of those that can, the one that a policy prefers.
 
 Pure: it reads a directory, asks who is fit, and keeps the order in which workers were used.
 No I/O, no clock.
 
-Next: proxy/neuron_di_proxy/recovery.py
+Next: proxy/neuron_di_proxy/policy.py, proxy/neuron_di_proxy/recovery.py
 """
 
+import random
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -15,8 +16,10 @@ from typing import Protocol
 import msgspec
 
 from neuron_di.errors import CapacityError, ClientError
-from neuron_di.types import Role, WorkerId
+from neuron_di.types import Role
 from neuron_di.wire import WorkerRecord
+from neuron_di_proxy.choice_request import ChoiceRequest
+from neuron_di_proxy.policy import LoadOf, Policy, round_robin
 from neuron_di_proxy.workers import Process, process_of
 
 
@@ -81,11 +84,14 @@ class _Ready:
     def __init__(self) -> None:
         self.prefills: list[WorkerRecord] = []
         self.wholes: list[WorkerRecord] = []
-        self._decodes: dict[tuple[str, str], list[WorkerRecord]] = {}
+        self._decodes: dict[tuple[str, ...], list[WorkerRecord]] = {}
+        # The same lists by the prefill worker's record, which `prefills` keeps: asked for often.
+        self._decodes_of: dict[int, list[WorkerRecord]] = {}
 
     def add(self, record: WorkerRecord) -> None:
         if record.role == "prefill":
             self.prefills.append(record)
+            self._decodes_of[id(record)] = self._decodes.setdefault(_digests(record), [])
         elif record.role == "decode":
             self._decodes.setdefault(_digests(record), []).append(record)
         else:
@@ -93,23 +99,38 @@ class _Ready:
 
     def decodes(self, prefill: WorkerRecord) -> list[WorkerRecord]:
         """Those that fit this prefill worker."""
-        return self._decodes.get(_digests(prefill), [])
+        return self._decodes_of[id(prefill)]
+
+
+def _no_load(_: WorkerRecord) -> float:
+    return 0.0
 
 
 class Router:
-    """Picks the workers of each request: of those that fit, the ones not used for longest.
+    """Picks the workers of each request: of those that fit, the ones that `policy` prefers.
 
-    The workers are sorted once per snapshot of the directory, and not for each request.
+    The workers are sorted once per snapshot of the directory, and not for each request. `load_of`
+    and `rng` are for the policy.
     """
 
     def __init__(
-        self, directory: Directory, fitness: Fitness, pairs: PairFitness | None = None
+        self,
+        directory: Directory,
+        fitness: Fitness,
+        pairs: PairFitness | None = None,
+        *,
+        policy: Policy = round_robin,
+        load_of: LoadOf = _no_load,
+        rng: random.Random | None = None,
     ) -> None:
         self._directory = directory
         self._fitness = fitness
         self._pairs = pairs
+        self._policy = policy
+        self._load_of = load_of
+        self._rng = rng or random.Random()  # noqa: S311 - spreads requests, keeps no secret
         self._turns = count(1)
-        self._last_turn: dict[WorkerId, int] = {}
+        self._last_turn: dict[Process, int] = {}
         self._known: tuple[WorkerRecord, ...] = ()
         self._ready: dict[str, _Ready] = {}  # of what is known, by model
 
@@ -138,12 +159,13 @@ class Router:
         avoid: AbstractSet[Process] = frozenset(),
         model_digest: str | None = None,
         context_tokens: int = 0,
+        request: ChoiceRequest | None = None,
     ) -> Route:
         """Choose the workers of one request and count it as their turn.
 
         Processes in `avoid`, and pairs that failed their test, are chosen only where there is
         nothing else. With `model_digest` the workers have exactly these weights, and their context
-        holds at least `context_tokens`.
+        holds at least `context_tokens`. `request` is for the policy, which may look at its prompt.
 
         Raises ModelNotFound when workers are known but none has `model`, and CapacityError
         (which says what is missing) when none of them can serve it now.
@@ -162,13 +184,16 @@ class Router:
 
         ready = self._ready.get(model)
         if ready is not None:
-            pair = self._first_pair(ready, is_unfit, avoid)
-            whole = _first(ready.wholes, is_unfit, avoid) if pair is None else None
+            pair = self._first_pair(ready, is_unfit, avoid, request)
+            whole = None
+            if pair is None and ready.wholes:
+                wholes = self._policy(ready.wholes, self._load_of, self._rng, request)
+                whole = _first(wholes, is_unfit, avoid)
             if whole is not None:
                 self._note_turn(whole, ready.wholes)
                 return Whole(whole)
             if pair is None:
-                pair = self._first_pair(ready, is_unfit, avoid, has_to_work=False)
+                pair = self._first_pair(ready, is_unfit, avoid, request, has_to_work=False)
             if pair is not None:
                 self._note_turn(pair.prefill, ready.prefills)
                 self._note_turn(pair.decode, ready.decodes(pair.prefill))
@@ -208,9 +233,9 @@ class Router:
 
     def _sort(self, known: tuple[WorkerRecord, ...]) -> None:
         """Take over a snapshot. Who is gone loses its turn."""
-        turns = {record.worker_id: self._last_turn.get(record.worker_id, 0) for record in known}
+        turns = {process_of(each): self._last_turn.get(process_of(each), 0) for each in known}
         self._known, self._last_turn, self._ready = known, turns, {}
-        for record in sorted(known, key=lambda r: (turns[r.worker_id], r.worker_id)):
+        for record in sorted(known, key=lambda r: (turns[process_of(r)], r.worker_id)):
             if record.state == "ready":
                 self._ready.setdefault(record.model, _Ready()).add(record)
 
@@ -219,17 +244,25 @@ class Router:
         ready: _Ready,
         is_unfit: _Unfit,
         avoid: AbstractSet[Process],
+        request: ChoiceRequest | None,
         *,
         has_to_work: bool = True,
     ) -> Pair | None:
-        """The pair whose turn it is. Unless it `has_to_work`, one that failed its test will do."""
+        """The pair to be taken. Unless it `has_to_work`, one that failed its test will do."""
         spare: Pair | None = None
-        for prefill in filterfalse(is_unfit, ready.prefills):
-            decodes: Iterable[WorkerRecord] = ready.decodes(prefill)
+        hopeless: tuple[list[WorkerRecord], ...] = ()  # decode workers, none of whom is fit
+        policy, load_of, rng = self._policy, self._load_of, self._rng
+        for prefill in filterfalse(is_unfit, policy(ready.prefills, load_of, rng, request)):
+            listed = ready.decodes(prefill)
+            if hopeless and any(listed is each for each in hopeless):
+                continue
+            decodes = policy(listed, load_of, rng, request)
             if has_to_work and self._pairs is not None:
                 decodes = filterfalse(partial(self._pairs.has_failed, prefill), decodes)
             decode = _first(decodes, is_unfit, avoid)
             if decode is None:
+                if all(map(is_unfit, listed)):  # they are the same for other prefill workers
+                    hopeless += (listed,)
                 continue
             if not avoid or process_of(prefill) not in avoid:
                 return Pair(prefill, decode)
@@ -254,8 +287,14 @@ class Router:
 
     def _note_turn(self, chosen: WorkerRecord, candidates: list[WorkerRecord]) -> None:
         """It is the last of its list now."""
-        self._last_turn[chosen.worker_id] = next(self._turns)
-        candidates.remove(chosen)
+        self._last_turn[chosen.worker_id, chosen.incarnation] = next(self._turns)
+        if candidates[0] is chosen:  # as a rule: it need not be looked for
+            del candidates[0]
+        else:
+            for at, each in enumerate(candidates):  # `remove` compares records field by field
+                if each is chosen:
+                    del candidates[at]
+                    break
         candidates.append(chosen)
 
 
@@ -267,8 +306,9 @@ def fits(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
     return _digests(prefill) == _digests(decode)
 
 
-def _digests(record: WorkerRecord) -> tuple[str, str]:
-    return record.model_digest, record.layout_digest
+def _digests(record: WorkerRecord) -> tuple[str, ...]:
+    """What two workers that hand over have in common."""
+    return record.model_digest, record.layout_digest, record.transfer
 
 
 def _of_role(records: Iterable[WorkerRecord], role: Role) -> list[WorkerRecord]:

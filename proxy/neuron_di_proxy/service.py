@@ -22,11 +22,13 @@ from neuron_di.errors import BadRequest, NeuronDiError
 from neuron_di.obs import get_logger
 from neuron_di.types import RequestId
 from neuron_di.wire import Failed
+from neuron_di_proxy.admin import Admin
 from neuron_di_proxy.admission import Admission, Ticket
 from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer, continued_of
 from neuron_di_proxy.choice_request import Endpoint
 from neuron_di_proxy.choices import Choice, ChoiceSink, choice_id, run_choices
 from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.directory import CandidDirectory
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.health import Health, HealthReport
 from neuron_di_proxy.keys import Keys, Tenant
@@ -34,6 +36,7 @@ from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.model_traits import ModelTraits, TraitsBook
 from neuron_di_proxy.openai_request import ClientRequest, read_chat, read_completion
 from neuron_di_proxy.openai_response import answer_to
+from neuron_di_proxy.policy import POLICIES
 from neuron_di_proxy.receipts import Receipt, ReceiptStore, RequestRecord, durations_of
 from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.refusal import Refusal, refusal_of, stream_error
@@ -65,7 +68,15 @@ class Service:
         self.client = WorkerClient(limits)
         self.health = Health(self.client, directory, limits)
         self.pairs = PairBook()
-        self.router = Router(directory, self.health, self.pairs)
+        self.admin = Admin(directory, self.client, self.health, self.pairs, lease_s=config.lease_s)
+        self.router = Router(
+            directory,
+            self.health,
+            self.pairs,
+            policy=POLICIES[config.routing.routing],
+            load_of=self.health.load_of,
+            rng=rng,
+        )
         self.runner = RequestRunner(self.client, self.router, self.health, limits, rng)
         self.keys = Keys(config.front.api_keys, config.front.processes)
         self.admission = Admission(limits, self._num_slots)
@@ -174,6 +185,9 @@ class Service:
 
     def pair_results(self) -> list[PairResult]:
         return self.pairs.results()
+
+    def candid_directory(self) -> CandidDirectory | None:
+        return self.health.candid_directory()
 
 
 class Exchange:

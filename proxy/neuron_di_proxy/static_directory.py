@@ -1,6 +1,7 @@
 """Workers that do not announce themselves: their addresses are given, their records asked for."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -9,8 +10,9 @@ from msgspec import structs
 
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.obs import get_logger
+from neuron_di.registry import RefusedRecord, Supervised
 from neuron_di.wire import WorkerRecord, status_decoder
-from neuron_di_proxy.health import LastWord
+from neuron_di_proxy.directory import LastWord
 from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.ticks import until_tick_s
 
@@ -33,6 +35,7 @@ class StaticDirectory:
         self._workers: dict[str, WorkerRecord] = {}
         self._view: tuple[WorkerRecord, ...] = ()
         self._last_word: LastWord = lambda _: None
+        self._asking = Supervised("static directory", self._ask_all)
 
     def ask_first(self, last_word: LastWord) -> None:
         """What `last_word` has of a worker need not be asked for."""
@@ -46,7 +49,7 @@ class StaticDirectory:
         return self._view
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._ask_all())
+        await self._asking.__aenter__()
         return self
 
     async def __aexit__(
@@ -55,11 +58,20 @@ class StaticDirectory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await self._asking.__aexit__(kind, error, traceback)
         self._client.close()
-        if not self._task.cancelled():
-            self._task.result()  # it had failed, which is our own bug: show it
+
+    def trouble(self) -> str:
+        """Why the view may be old; empty while all is well."""
+        return self._asking.trouble()
+
+    def refused(self) -> Sequence[RefusedRecord]:
+        """Nobody: the operator named them."""
+        return ()
+
+    def num_ignored_by_fault(self) -> Mapping[str, int]:
+        """Nothing, for the same reason."""
+        return {}
 
     async def _ask_all(self) -> None:
         while True:

@@ -31,6 +31,7 @@ class Watch:
     is_draining: bool = False
     good_s: float = field(default_factory=now_s)  # its last good answer, or when it was first seen
     status: WorkerStatus | None = None
+    num_elsewhere: int = 0  # legs of others that it had by its last word
     breaker: Breaker = field(default_factory=Breaker)
     legs: dict["Watching", OnLoss] = field(default_factory=dict)
     heard_s: float = LONG_AGO_S  # its last word, while its link is open and it is not suspected

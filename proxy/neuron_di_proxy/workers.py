@@ -5,7 +5,7 @@ health, self test) knows these two protocols only, so a simulation can stand in 
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -73,6 +73,26 @@ class Workers(Protocol):
         ...
 
 
+# A word of a process, by its record. None: its link has ended.
+OnWord = Callable[[WorkerRecord, WorkerStatus | None], None]
+
+
+@runtime_checkable
+class TalkingWorkers(Protocol):
+    """Workers that say how they are without being asked."""
+
+    def on_word(self, hear: OnWord) -> None:
+        """Have each word told to `hear`, on the event loop."""
+
+    def forget(self, record: WorkerRecord) -> None:
+        """Nobody watches this process any more: end its link, unless legs are open there."""
+
+
 def process_of(record: WorkerRecord) -> Process:
     """The process that a record describes."""
     return record.worker_id, record.incarnation
+
+
+def place_of(record: WorkerRecord) -> tuple[str, int]:
+    """Where that process listens."""
+    return record.host, record.api_port

@@ -192,7 +192,7 @@ class Cluster:
             held.clear()
             for name in names:
                 if status := await self.status_of(name):
-                    held.update({f"{name} {key}": n for key, n in _held(status).items()})
+                    held.update({f"{name} {key}": n for key, n in what_is_held(status).items()})
             return not held
 
         with contextlib.suppress(TimeoutError):
@@ -254,10 +254,14 @@ async def until(check: Any, timeout_s: float = 60.0) -> None:
 
 def _is_up(report: dict[str, Any]) -> bool:
     status = report["status"]
-    return status is not None and report.get("health", "up") in ("up", "new") and not _held(status)
+    return (
+        status is not None
+        and report.get("health", "up") in ("up", "new")
+        and not what_is_held(status)
+    )
 
 
-def _held(status: dict[str, Any]) -> dict[str, int]:
+def what_is_held(status: dict[str, Any]) -> dict[str, int]:
     """Blocks that are not free, and whatever still runs, by kind."""
     kinds = [key for key in status if key.startswith("num_blocks_") and key != "num_blocks_free"]
     kinds += ["num_legs", "num_waiting", "num_running", "num_transferring"]

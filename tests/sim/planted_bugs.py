@@ -4,6 +4,7 @@
 the one that is missing. They are named so that nobody takes their silence for a proof.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
@@ -15,10 +16,13 @@ from neuron_di.core.quarantine import Quarantine
 from neuron_di.engine import Broken, Engine
 from neuron_di.errors import NeuronDiError
 from neuron_di.kv import KvPool
+from neuron_di.registry import Announcer
 from neuron_di.testing.fake_transfer import FakeTransferEngine
 from neuron_di.testing.sim_legs import SimLeg
+from neuron_di.testing.sim_worker import SimWorker
 from neuron_di.transfer import RecvBuffer, SendBuffer, recv_buffer
 from neuron_di.transfer.send_peers import SendPeers
+from neuron_di.types import Incarnation
 from neuron_di.wire import Finished, LegReceipt, Token
 from neuron_di.wire.handoff import (
     LAUNCH,
@@ -37,6 +41,8 @@ from neuron_di.wire.handoff import (
     SenderState,
     SenderStep,
 )
+from neuron_di.worker import Worker
+from neuron_di.worker.drain import Drain
 from neuron_di.worker.live_legs import LiveLegs
 from neuron_di.worker.prefill_worker import PrefillWorker
 from neuron_di_proxy import launch, leg_merge
@@ -72,6 +78,22 @@ def _without(table: dict, row: tuple, action: object) -> Plant:
 
 def _row(table: dict, row: tuple, step: object) -> Plant:
     return lambda: mock.patch.dict(table, {row: step})
+
+
+def _without_parked(self: Drain) -> bool:
+    status = self._worker.status()
+    return not (status.num_running or status.num_waiting)
+
+
+def _same_life(real: Callable, self: SimWorker, incarnation: Incarnation) -> object:
+    return real(self, Incarnation(incarnation.rpartition(".")[0]))
+
+
+async def _keeping_the_key(_real: Callable, self: Announcer, _timeout_s: float) -> bool:
+    self._is_withdrawn = True
+    self._task.cancel()
+    await asyncio.wait([self._task])
+    return True
 
 
 class _EqualToAll(list):
@@ -224,6 +246,13 @@ PLANTED: dict[str, Plant] = {
     # Fencing and failover.
     "blocks that are given up look as before": _instead(KvPool, "retire", _nothing),
     "a lost worker's legs are not told": _instead(Inbox, "lose", _nothing),
+    # Orders.
+    "a worker that drains takes new legs": lambda: mock.patch.object(
+        Worker, "is_draining", property(lambda _: False)
+    ),
+    "a drain drops parked KV": _instead(Drain, "_is_empty", _without_parked),
+    "a worker of another role is the same process": _around(SimWorker, "_model", _same_life),
+    "a worker that drained keeps its key": _around(Announcer, "withdraw", _keeping_the_key),
 }
 
 MASKED: dict[str, tuple[Plant, str]] = {

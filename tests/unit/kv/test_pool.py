@@ -216,14 +216,35 @@ def test_close_twice_and_no_descriptor_is_left():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_memory_stays_while_a_tensor_needs_it():
+def test_a_closed_pool_keeps_no_memory_whoever_maps_it():
     pool = make_pool()
-    tensor = pool.tensor()
+    tensor, peer = pool.tensor(), PeerPool.open(pool.region(), LAYOUT)
     tensor.fill_(7.0)
+    fd = os.dup(pool._fd)
+    before = os.fstat(fd).st_blocks * 512
     pool.close()
-    del pool
-    gc.collect()
-    assert (tensor == 7.0).all()
+    left = os.fstat(fd).st_blocks * 512
+    assert left <= before - NUM_BLOCKS * LAYOUT.block_bytes
+    # Who reads on finds zeros, and that every block was given up.
+    assert not block_of(peer, 3).any()
+    assert not tensor.any()
+    assert peer.generations(range(NUM_BLOCKS)) == [1] * NUM_BLOCKS
+    pool.retire([BlockId(3)])
+    assert peer.generations([3]) == [1]
+    os.close(fd)
+
+
+def test_a_closed_pool_is_mapped_no_more_although_it_is_known():
+    before = num_maps()
+    pool = make_pool()
+    assert num_maps() == before + 1
+    pool.close()
+    assert num_maps() == before
+    assert pool.num_blocks == NUM_BLOCKS
+
+
+def num_maps():
+    return Path("/proc/self/maps").read_text().count("/memfd:neuron-di-kv")
 
 
 def test_generations_and_retire():

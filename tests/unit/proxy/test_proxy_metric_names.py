@@ -31,6 +31,9 @@ class OneWorker:
     def pair_results(self):
         return []
 
+    def candid_directory(self):
+        return None
+
 
 @pytest.fixture(scope="module")
 def families():

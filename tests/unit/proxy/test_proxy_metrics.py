@@ -7,6 +7,7 @@ from metric_samples import parse, samples
 from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import make_record, token
 
+from neuron_di.registry import RefusedRecord
 from neuron_di.wire import Failed
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.health import HealthReport
@@ -125,6 +126,9 @@ class NoGauges:
     def pair_results(self):
         return self.results
 
+    def candid_directory(self):
+        return None
+
 
 def receipt(*attempts, **changes):
     fields = {
@@ -207,3 +211,37 @@ def test_a_pair_is_shown_once_as_its_last_processes_are():
     assert seen["neuron_di_pair_degraded", "d1", "p1"] == 0
     assert seen["neuron_di_pair_degraded", "d1", "p2"] == 1
     assert (seen["neuron_di_inflight",], seen["neuron_di_retry_budget",]) == (3, 1.5)
+
+
+class Troubled:
+    """A directory with something to tell."""
+
+    def trouble(self):
+        return "the registry does not answer"
+
+    def refused(self):
+        return [RefusedRecord("/workers/x", "", "no")] * 3
+
+    def num_ignored_by_fault(self):
+        return {"key": 7, "too many": 1}
+
+
+def test_what_is_wrong_with_the_registry():
+    class Gauges(NoGauges):
+        def health_reports(self):
+            return [
+                HealthReport(make_record(name, "decode"), "up", "", vanished_s=age_s)
+                for name, age_s in (("d1", 3.0), ("d2", None))
+            ]
+
+        def candid_directory(self):
+            return Troubled()
+
+    told = parse(Metrics(Gauges()).text().decode())
+    assert told["neuron_di_registry_trouble",] == 1
+    assert told["neuron_di_registry_vanished",] == 1
+    assert told["neuron_di_registry_refused",] == 3
+    assert told["neuron_di_registry_ignored_total", "key"] == 7
+    assert told["neuron_di_registry_ignored_total", "too many"] == 1
+    calm = parse(Metrics(NoGauges()).text().decode())
+    assert calm["neuron_di_registry_trouble",] == calm["neuron_di_registry_refused",] == 0

@@ -42,6 +42,9 @@ class Models:
     def pair_results(self):
         return []
 
+    def candid_directory(self):
+        return None
+
 
 def ended(*num_tokens, **changes):
     attempts = [

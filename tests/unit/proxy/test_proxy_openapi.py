@@ -10,6 +10,7 @@ from request_bodies import MESSAGES, read_chat_body, read_completion_body
 from running_proxy import ListDirectory
 
 from neuron_di.errors import BadRequest
+from neuron_di_proxy.admin_order import AdminLine, DrainRequest, RoleRequest
 from neuron_di_proxy.app import create_app
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.openapi import openapi_document
@@ -84,6 +85,24 @@ def test_a_requests_fields_are_those_that_are_read(name, kind, unread):
     assert {} not in values_of(schema, "anyOf")
     untyped = [key for key, each in schema["properties"].items() if each in ({}, {"anyOf": [{}]})]
     assert untyped == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("DrainOrder", DrainRequest), ("RoleOrder", RoleRequest), ("OrderLine", AdminLine)],
+)
+def test_orders_and_their_lines_are_as_they_are_read_and_written(name, kind):
+    schema = SCHEMAS[name]
+    _, of_kinds = msgspec.json.schema_components((kind,), ref_template="{name}")
+    of_kind = of_kinds[kind.__name__]
+    assert set(schema["properties"]) == set(of_kind["properties"])
+    assert schema["required"] == of_kind["required"]
+    assert schema.get("additionalProperties") == of_kind.get("additionalProperties")
+    for field in schema["required"]:
+        asked, read = (each["properties"][field] for each in (schema, of_kind))
+        assert set(asked.get("enum", ())) == set(read.get("enum", ()))
+        # The ends of a text have other names there.
+        assert asked.get("pattern", "").strip("^$") == read.get("pattern", "")[2:-2]
 
 
 def test_the_refused_fields_are_named_with_their_reasons():

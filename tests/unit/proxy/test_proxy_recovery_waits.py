@@ -298,3 +298,14 @@ async def test_a_model_that_vanishes_is_waited_for_by_those_who_have_begun():
         await asyncio.sleep(5.0)
         cluster.directory.records = mine
         assert (await asking).is_complete
+
+
+@virtual
+async def test_several_workers_that_begin_to_drain_at_once_end_no_request():
+    workers = [VirtualWorker(f"p{n}", "prefill") for n in range(1, 6)]
+    async with VirtualCluster(*workers, VirtualWorker("d1", "decode")) as cluster:
+        for name in ("p1", "p2", "p3", "p4"):
+            cluster.workers[name].script = fail_with(failed("over_capacity", 503))
+        asked = await cluster.ask()
+        assert asked.is_complete
+        assert [each[0] for each in asked.attempts()] == ["p1", "p2", "p3", "p4", "p5"]

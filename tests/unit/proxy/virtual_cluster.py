@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable
@@ -36,6 +37,7 @@ from neuron_di_proxy.route import Router
 from neuron_di_proxy.self_test import PairBook, SelfTest
 from neuron_di_proxy.workers import Hear
 
+_ports = itertools.count(20_000)
 TOKEN_S = 0.01  # virtual seconds that a worker needs for one
 NUM_TOKENS = 8
 REQUEST = ChoiceRequest(
@@ -188,7 +190,8 @@ def once(first: Script, then: Script = play) -> Script:
 
 class VirtualWorker:
     def __init__(self, worker_id: str, role: str, script: Script = play, **record: Any) -> None:
-        self.record: WorkerRecord = make_record(worker_id, role, **record)
+        place = {"api_port": next(_ports)}  # nobody else's
+        self.record: WorkerRecord = make_record(worker_id, role, **(place | record))
         self.script = script
         self.legs: list[VirtualLeg] = []
         self.says: dict[str, Any] = {}  # of its status, other than usual
@@ -272,9 +275,11 @@ class Asked:
 class VirtualCluster:
     """The proxy's logic over workers of memory. `running` until it is exited."""
 
-    def __init__(self, *workers: VirtualWorker, seed: int = 0, **limits: Any) -> None:
+    def __init__(
+        self, *workers: VirtualWorker, seed: int = 0, directory: Any = None, **limits: Any
+    ) -> None:
         self.workers = {worker.record.worker_id: worker for worker in workers}
-        self.directory = ListDirectory([worker.record for worker in workers])
+        self.directory = directory or ListDirectory([worker.record for worker in workers])
         self.limits = LimitOptions(**limits)
         self.health = Health(self, self.directory, self.limits)
         self.pairs = PairBook()

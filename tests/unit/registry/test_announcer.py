@@ -21,7 +21,7 @@ async def server(registry):
 
 @pytest.fixture
 async def directory(registry):
-    async with Directory(registry) as directory:
+    async with Directory(registry, keep_s=0) as directory:
         yield directory
 
 
@@ -60,8 +60,8 @@ async def test_a_worker_that_dies_is_gone_when_its_lease_ends(
     announcer = await Announcer(client, lambda: record).__aenter__()
     await wait_workers(directory, lambda workers: workers)
     # Its connection ends and its tasks stop, without a word to the registry.
-    announcer._task.cancel()
-    await asyncio.wait([announcer._task])
+    announcer._announcing._task.cancel()
+    await asyncio.wait([announcer._announcing._task])
     await client.__aexit__(None, None, None)
     clock.s += 9.9
     registry.expire()
@@ -120,7 +120,7 @@ async def test_a_registry_that_restarts_learns_of_the_worker_again(make_record, 
         async with Directory(server._registry) as directory:
             await wait_workers(directory, lambda workers: workers)
     successor = EmbeddedRegistry()
-    async with RegistryServer(successor, address), Directory(successor) as directory:
+    async with RegistryServer(successor, address), Directory(successor, keep_s=0) as directory:
         assert await wait_workers(directory, lambda workers: workers) == (record,)
         await announcer.__aexit__(None, None, None)
         await wait_workers(directory, lambda workers: not workers)

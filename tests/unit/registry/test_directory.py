@@ -6,7 +6,7 @@ from neuron_di.wire import encode_json
 
 async def test_workers_come_change_and_go_sorted_by_key(registry, make_record, wait_workers):
     lease = await registry.grant(10)
-    async with Directory(registry) as directory:
+    async with Directory(registry, keep_s=0) as directory:
         for port in (4003, 4001, 4002):
             await registry.put(make_record(port).key(), encode_json(make_record(port)), lease)
         workers = await wait_workers(directory, lambda workers: len(workers) == 3)
@@ -61,7 +61,7 @@ async def test_epoch_counts_changes_only(registry, make_record, wait_workers):
 async def test_junk_is_no_worker_and_harms_none(registry, make_record, wait_workers, value):
     lease = await registry.grant(10)
     record, damaged = make_record(4000), make_record(4001)
-    async with Directory(registry) as directory:
+    async with Directory(registry, keep_s=0) as directory:
         await registry.put(damaged.key(), encode_json(damaged), lease)
         await registry.put(damaged.key(), value, lease)
         await registry.put("/workers/junk", value, lease)

@@ -192,3 +192,76 @@ async def test_pages_that_do_not_go_on_are_no_answer(router):
             await router.send_multipart([name, encode_msgpack(page)])
         with pytest.raises(RemoteProtocolError, match="do not go on"):
             await listing
+
+
+class CountingServer(RegistryServer):
+    """Counts what it is asked."""
+
+    num_asked = 0
+
+    async def _answer(self, client, frames):
+        self.num_asked += 1
+        return await super()._answer(client, frames)
+
+
+async def test_a_watch_waits_for_changes_and_does_not_look_for_them(registry):
+    async with (
+        CountingServer(registry, LOOPBACK) as server,
+        RegistryClient(server.address) as client,
+    ):
+        watch = client.watch("/a")
+        assert await anext(watch) == Snapshot({})
+        hearing = asyncio.create_task(anext(watch))
+        async with asyncio.timeout(30):
+            while not server._waiting:  # noqa: ASYNC110 - until it has asked
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)
+        assert server.num_asked == 2  # what there is; then, for what comes
+        lease = await registry.grant(10)
+        await registry.put("/a/1", b"one", lease)
+        assert await hearing == Snapshot({"/a/1": b"one"})
+        assert server.num_asked == 2  # that was the answer
+        await watch.aclose()
+    assert server._waiting == {}
+
+
+async def test_nothing_new_is_answered_too_before_the_client_gives_up(registry, monkeypatch):
+    monkeypatch.setattr("neuron_di.registry.registry_client.WATCH_WAIT_S", 0.1)
+    async with (
+        CountingServer(registry, LOOPBACK) as server,
+        RegistryClient(server.address, call_timeout_s=30) as client,
+    ):
+        watch = client.watch("/a")
+        assert await anext(watch) == Snapshot({})
+        hearing = asyncio.create_task(anext(watch))
+        async with asyncio.timeout(30):
+            while server.num_asked < 4:  # noqa: ASYNC110 - again and again
+                await asyncio.sleep(0.01)
+        assert not hearing.done()
+        assert client.trouble() == ""
+        hearing.cancel()
+        await asyncio.wait([hearing])
+
+
+async def test_a_connection_that_breaks_ends_the_wait_at_once(registry):
+    async with RegistryServer(registry, LOOPBACK) as server:
+        address = server.address
+        client = await RegistryClient(address, call_timeout_s=600).__aenter__()
+        watch = client.watch("/a")
+        assert await anext(watch) == Snapshot({})
+        hearing = asyncio.create_task(anext(watch))
+        async with asyncio.timeout(30):
+            while not server._waiting:  # noqa: ASYNC110 - until it has asked
+                await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        while not client.trouble():  # noqa: ASYNC110 - no answer will come
+            await asyncio.sleep(0.01)
+    assert client.trouble() == "the registry hung up"
+    successor = EmbeddedRegistry()
+    lease = await successor.grant(10)
+    await successor.put("/a/1", b"one", lease)
+    async with RegistryServer(successor, address), asyncio.timeout(30):
+        assert await hearing == Snapshot({"/a/1": b"one"})
+        assert client.trouble() == ""
+        await watch.aclose()
+        await client.__aexit__(None, None, None)

@@ -103,6 +103,80 @@ async def test_one_that_ends_is_started_again():
         watch.cancel()
 
 
+DRAINED = """print('{"event": "drained"}', flush=True)"""
+
+
+@pytest.mark.parametrize("noise", ["", "print('x' * 100_000)"])
+async def test_one_that_was_drained_stays_away(noise):
+    told: list[str] = []
+    is_told = asyncio.Event()
+
+    def tell(words: str) -> None:
+        told.append(words)
+        is_told.set()
+
+    async with child_of(lambda: python(READY, noise, DRAINED)) as child:
+        await start(child)
+        watch = asyncio.create_task(child.keep_up(DEADLINE_S, tell))
+        await asyncio.wait_for(is_told.wait(), DEADLINE_S)
+        await asyncio.sleep(0.05)  # longer than it would wait to start again
+        assert told == ["prefill-0 was drained and has ended; it is not started again"]
+        assert (child.pid, watch.done()) == (None, False)
+        watch.cancel()
+
+
+@pytest.mark.parametrize("last", [(DRAINED, "raise SystemExit(1)"), (DRAINED, "print('no')"), ()])
+async def test_only_a_drain_that_ended_well_keeps_it_away(last):
+    told: list[str] = []
+    is_back = asyncio.Event()
+
+    def tell(words: str) -> None:
+        told.append(words)
+        if "is back" in words:
+            is_back.set()
+
+    lives = iter([(READY, *last), (READY, WAIT)])
+    async with child_of(lambda: python(*next(lives))) as child:
+        await start(child)
+        watch = asyncio.create_task(child.keep_up(DEADLINE_S, tell))
+        await asyncio.wait_for(is_back.wait(), DEADLINE_S)
+        assert "starting it again" in told[0]
+        watch.cancel()
+
+
+async def test_every_report_of_every_life_is_heard():
+    """Also those that come when it has long been ready, between whatever else it prints."""
+    heard: list[tuple[str, str | None]] = []
+    is_heard = asyncio.Event()
+
+    def on_said(name: str, report: LaunchReport) -> None:
+        heard.append((report.event, report.role))
+        if len(heard) == 4:
+            is_heard.set()
+
+    again = """print('{"event": "ready", "role": "decode"}', flush=True)"""
+    too_long = """print('{"event": "drained", "message": "' + 'x' * 100_000 + '"}')"""
+    lives = iter(
+        [
+            (READY, too_long, again, "print('no report')", DRAINED, "raise SystemExit(1)"),
+            (READY, WAIT),
+        ]
+    )
+    command = lambda: python(*next(lives))  # noqa: E731
+    child = Child("w", command, on_said=on_said, backoff=Backoff(min_s=0.001, max_s=0.001))
+    try:
+        await start(child)
+        watch = asyncio.create_task(child.keep_up(DEADLINE_S, lambda _: None))
+        await asyncio.wait_for(is_heard.wait(), DEADLINE_S)
+        assert heard == [
+            ("ready", None), ("ready", "decode"), ("drained", None), ("ready", None),
+        ]  # fmt: skip
+        watch.cancel()
+    finally:
+        child.kill()
+        await child.gone()
+
+
 async def test_one_that_refuses_to_start_is_given_up():
     told: list[str] = []
     num_starts = 0

@@ -6,12 +6,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from neuron_di.errors import PeerGone, RemoteProtocolError
 from neuron_di.status import show_status
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
-from neuron_di_proxy.status import PairReport, ProxyStatus, StatusReport, WorkerReport
+from neuron_di_proxy.status import (
+    PairReport,
+    ProxyStatus,
+    RefusedReport,
+    StatusReport,
+    WorkerReport,
+)
 
 
 def record(role: str, number: int) -> WorkerRecord:
@@ -31,6 +38,8 @@ def record(role: str, number: int) -> WorkerRecord:
         signal_host="127.0.0.1",
         signal_port=1,
         started_unix_s=0.0,
+        slots=8,
+        connections=["decode-0", "decode-1"] if (role, number) == ("prefill", 0) else [],
     )
 
 
@@ -45,8 +54,17 @@ REPORT = StatusReport(
     workers=[
         WorkerReport(
             record=record("prefill", 0),
-            status=status("prefill", 0, num_leases_ended=2, num_blocks_quarantined=3),
+            status=status(
+                "prefill",
+                0,
+                num_leases_ended=2,
+                num_blocks_quarantined=3,
+                num_legs=3,
+                num_blocks_free=5,
+                num_blocks_cached=1,
+            ),
             health="up",
+            age_s=7300.0,
         ),
         WorkerReport(
             record=record("prefill", 1),
@@ -100,13 +118,13 @@ def answer() -> Iterator[list[bytes]]:
 def test_the_table_says_who_gets_requests_and_why_not(answer, capsys):
     assert show_status(answer[1].decode(), as_json=False) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    rows = {line.split()[0]: line.split()[1:4] for line in lines[2:6]}
-    assert rows == {
-        "prefill-0": ["prefill", "ready", "100"],
-        "prefill-1": ["prefill", "frozen", "101"],
-        "decode-0": ["decode", "unreachable", "100"],
-        "decode-1": ["decode", "suspect", "101"],
-    }
+    assert lines[1:6] == [
+        "worker     role     state        model  layout  load   KV  age  peers",
+        "prefill-0  prefill  ready        m      l        3/8  25%   2h      2",
+        "prefill-1  prefill  frozen       m      l          -    -    -      -",
+        "decode-0   decode   unreachable  m      l          -    -    -      -",
+        "decode-1   decode   suspect      m      l        0/8   0%    -      0",
+    ]
     words = "2 prompts whose KV nobody pulled in time, 3 blocks await a transfer's end"
     assert lines[6:] == [
         f"prefill-0 since its start: {words}",
@@ -116,6 +134,65 @@ def test_the_table_says_who_gets_requests_and_why_not(answer, capsys):
         "prefill-0 cannot hand over to decode-1: no route",
     ]
     assert all(len(line) <= 80 for line in lines[1:6])
+
+
+def test_what_keeps_workers_from_being_used_is_said_by_name(answer, capsys, monkeypatch):
+    good, other = REPORT.workers[0], REPORT.workers[3]
+    workers = [
+        good,
+        structs.replace(
+            other, health="up", health_reason="", why_alone="KV layout 12ab… differs from p's"
+        ),
+        structs.replace(good, record=record("prefill", 7), health="vanished", vanished_s=75.0),
+    ]
+    report = StatusReport(
+        proxy=REPORT.proxy,
+        siblings=[structs.replace(REPORT.proxy, pid=100, is_draining=True)],
+        workers=workers,
+        refused=[
+            RefusedReport(key="/workers/decode/e.x/1", worker_id="decode-9", reason="no address"),
+            RefusedReport(key="/workers/../x", worker_id="", reason="no key"),
+        ],
+        ignored={"value": 100_000, "key": 1},
+        remarks=["2 workers have the name p: at a, b"],
+    )
+    answer[0] = msgspec.json.encode(report)
+    for columns in ("100", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert show_status(answer[1].decode(), as_json=False) == 0
+        lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert lines[1] == "  and pid 100 draining, 1 requests running, 7 since start"
+        assert lines[5].split()[:3] == ["prefill-7", "prefill", "vanished"]
+        assert [line for line in lines[6:] if "since its start" not in line] == [
+            "2 workers have the name p: at a, b",
+            "decode-1 gets no requests: KV layout 12ab… differs from p's",
+            "prefill-7 answers, and is used; its key has been gone for 1m",
+            "decode-9 is not used: no address",
+            "/workers/../x is not used: no key",
+            "100001 keys of the registry were left out since the start: key 1, value 100000",
+        ]
+        assert max(map(len, lines[2:6])) <= int(columns)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+def test_long_names_leave_the_other_columns_whole(answer, capsys, monkeypatch, columns):
+    name = "decode-with-a-rather-long-name-in-rack-17-of-hall-3-slot-3"
+    long = structs.replace(
+        record("decode", 0),
+        worker_id=WorkerId(name),
+        model="someone/A-Model-With-A-Rather-Long-Name-70B-Instruct",
+        layout_digest="1f0c93aa77b1c2d3",
+        slots=512,
+    )
+    worker = structs.replace(REPORT.workers[3], record=long, health="up", age_s=9e5)
+    answer[0] = msgspec.json.encode(structs.replace(REPORT, workers=[worker], pairs=[]))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert show_status(answer[1].decode(), as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert max(map(len, lines)) <= columns
+    for cell in ("decode ", "ready", "1f0c93aa…", "0/512", "0%", "10d"):
+        assert cell in lines[1]
+    assert "".join(line.split()[0] for line in lines[1:]) == name
 
 
 def test_as_json_it_is_the_answer_itself(answer, capsys):

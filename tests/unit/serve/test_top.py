@@ -111,6 +111,43 @@ def test_a_frame_shows_load_times_and_each_worker(proxy, clock):
     ]
 
 
+@pytest.mark.parametrize(("width", "more"), [(100, 2), (150, 5)])
+def test_a_wide_terminal_shows_what_each_worker_is(proxy, clock, width, more):
+    said = worker("decode", 0, num_running=12, num_blocks_free=25)
+    record = structs.replace(
+        said.record,
+        worker_id="decode-with-a-rather-long-name-in-rack-17",
+        model="someone/A-Model-70B",
+        layout_digest="1f0c93aa77b1c2d3",
+        slots=16,
+        connections=["prefill-0", "prefill-1"],
+    )
+    status = structs.replace(said.status, record=record)
+    proxy.status = report(structs.replace(said, record=record, status=status, age_s=200_000))
+    view = View(proxy.url, None)
+    view.look()
+    heading, row = lines_of(view, width)[4:6]
+    assert heading.split()[-more:] == ["peers", "age", "slots", "model", "layout"][:more]
+    assert row.split()[-more:] == ["2", "2d", "16", "A-Model-70B", "1f0c93aa…"][:more]
+    assert row.startswith("decode-w…n-rack-17  decode  ready   12 ")
+    assert max(len(heading), len(row)) <= width
+
+
+@pytest.mark.parametrize("num_workers", [0, 60])
+def test_a_registry_in_trouble_is_said_where_it_is_seen(proxy, clock, num_workers):
+    """Above the workers: there may be more of them than lines, or none."""
+    trouble = "who is known may be old: the registry does not answer"
+    workers = [worker("decode", number) for number in range(num_workers)]
+    proxy.status = structs.replace(report(*workers), remarks=[trouble])
+    proxy.status = structs.replace(proxy.status, ignored={"key": 3})
+    view = View(proxy.url, None)
+    view.look()
+    lines = lines_of(view)
+    assert lines[1] == trouble
+    assert lines.count(trouble) == 1
+    assert lines[-1] == "3 keys of the registry were left out since the start: key 3"
+
+
 def test_rates_are_of_the_last_seconds_only(proxy, clock):
     empty = Histogram((1,))
     view = View(proxy.url, None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transfer_kit import BareDecode, Prefill, R, until
 
 from neuron_di.errors import ConfigError, KvExpired, KvMissing
-from neuron_di.transfer.signal_link import bind_router
+from neuron_di.transfer.signal_link import ZmqTransport, bind_router
 from neuron_di.types import RequestId
 from neuron_di.wire import (
     SIGNAL_VERSION,
@@ -378,8 +378,12 @@ def test_random_signals_leave_the_table_right(data):
 async def test_a_port_in_use_is_a_config_error_and_leaves_no_socket(prefill):
     with zmq.Context() as context:
         for host, port in (("127.0.0.1", prefill.buffer.port), ("no.such.host.invalid", 0)):
-            with pytest.raises(ConfigError, match="cannot bind"):
+            with pytest.raises(zmq.ZMQError):
                 bind_router(context, host, port)
+            transport = ZmqTransport()
+            with pytest.raises(ConfigError, match="cannot bind"):
+                transport.bind(host, port, lambda _: None)
+            transport.wait_closed()
 
 
 async def test_a_bug_in_the_handler_does_not_stop_the_link(prefill, peer, monkeypatch):

@@ -19,6 +19,7 @@ from neuron_di.transfer import (
     NeuronConnector,
     RecvBuffer,
     ShmEngine,
+    SignalKeys,
     TransferEngine,
     TransferToken,
 )
@@ -45,7 +46,7 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype=
 NUM_BLOCKS = 16
 WAIT_S = 20.0
 R = RequestId("request-1")
-CONNECTOR_OPTIONS = ("static_peer", "signal_port")
+CONNECTOR_OPTIONS = ("static_peer", "static_peer_key", "signal_port", "keys")
 # Limits for tests that let time pass.
 QUICK = {"heartbeat_s": 0.02, "peer_silence_s": 0.4}
 
@@ -114,6 +115,7 @@ class _Side:
         self.pool = KvPool.create(LAYOUT, NUM_BLOCKS, self.local.incarnation)
         self.transfer = make_transfer(self.pool)
         connector = {key: options.pop(key) for key in CONNECTOR_OPTIONS if key in options}
+        self.keys: SignalKeys | None = connector.get("keys")
         self.connector = NeuronConnector(
             self.local,
             self.transfer,
@@ -131,7 +133,9 @@ class _Side:
         if not self._is_closed:
             self._is_closed = True
             self.connector.close()
-            await asyncio.get_running_loop().run_in_executor(None, self.transfer.close)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(None, self.connector.wait_closed)
+            await loop.run_in_executor(None, self.transfer.close)
             self.pool.close()
 
 
@@ -163,6 +167,7 @@ class Prefill(_Side):
             incarnation=self.local.incarnation,
             signal_host="127.0.0.1",
             signal_port=self.buffer.port,
+            signal_key=self.keys.public if self.keys is not None else None,
         )
 
     def identity(self, request_id: RequestId = R, attempt: int = 0) -> KvIdentity:
@@ -296,15 +301,32 @@ class BarePrefill:
 
 
 class BareDecode:
-    """A decode worker's socket in the hands of a test."""
+    """A decode worker's socket in the hands of a test.
 
-    def __init__(self, prefill: Prefill, identity: bytes | None = None) -> None:
+    With `keys` it encrypts, for the `server_key` that the prefill worker should have.
+    """
+
+    def __init__(
+        self,
+        prefill: Prefill,
+        identity: bytes | None = None,
+        *,
+        incarnation: Incarnation | None = None,
+        keys: SignalKeys | None = None,
+        server_key: str | None = None,
+    ) -> None:
         self.prefill = prefill
-        self.incarnation = new_incarnation()
+        self.incarnation = incarnation or new_incarnation()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity or f"{self.incarnation}.1".encode())
         self._socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            expected = server_key or prefill.address.signal_key
+            assert expected is not None
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, expected.encode())
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self._socket.connect(f"tcp://127.0.0.1:{prefill.buffer.port}")
         self._num_pings = 1000
 

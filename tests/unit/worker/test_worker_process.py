@@ -1,10 +1,12 @@
 """What a worker refuses before it loads anything."""
 
+from contextlib import asynccontextmanager
+
 import pytest
 
-from neuron_di.config import HandOverOptions, WorkerOptions
-from neuron_di.errors import CheckpointError, ConfigError
-from neuron_di.worker import run_worker
+from neuron_di.config import EtcdOptions, HandOverOptions, WorkerOptions
+from neuron_di.errors import CheckpointError, ConfigError, PeerTimeout
+from neuron_di.worker import process, run_worker
 
 
 def test_a_silence_shorter_than_two_heartbeats_is_refused(tmp_path):
@@ -27,3 +29,29 @@ def test_where_others_reach_it_a_worker_starts_only_on_an_operators_word(tmp_pat
 def test_on_loopback_a_worker_just_starts(tmp_path, host):
     with pytest.raises(CheckpointError):
         run_worker(WorkerOptions(model=str(tmp_path / "none"), role="decode", host=host))
+
+
+@pytest.mark.parametrize(("ttl_s", "keep_s"), [(5.0, 30.0), (60.0, 180.0)])
+async def test_peers_are_kept_as_long_as_the_proxy_keeps_them(monkeypatch, ttl_s, keep_s):
+    """Where leases last for long, a peer's key may be gone for long while it lives."""
+    asked = []
+
+    @asynccontextmanager
+    async def following(*_, keep_s, **__):
+        asked.append(keep_s)
+        yield
+
+    class Unannounced:
+        async def grant(self, ttl_s):
+            raise PeerTimeout("away")
+
+        def record(self):
+            raise AssertionError("nothing was granted")
+
+    monkeypatch.setattr(process, "following_peers", following)
+    etcd = EtcdOptions(etcd=("127.0.0.1:1",), etcd_ttl_s=ttl_s)
+    options = WorkerOptions(model="none", role="decode", etcd=etcd)
+    nobody = Unannounced()
+    async with process._Process(options, None, None, nobody).announced(nobody):
+        pass
+    assert asked == [keep_s]

@@ -1,0 +1,19 @@
+"""How the proxy divides requests among workers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from neuron_di.config.option import option
+
+RoutingPolicy = Literal["round-robin", "least-loaded", "power-of-two"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingOptions:
+    """Routing."""
+
+    routing: RoutingPolicy = option(
+        "which of the workers that fit gets a request: the one not used for longest, the least "
+        "loaded one for its slots, or the less loaded of two drawn at random",
+        default="round-robin",
+    )

@@ -1,0 +1,36 @@
+"""`neuron-di drain WORKER`: no new requests, running ones finish, then it is gone."""
+
+import argparse
+
+SUMMARY = "let a worker finish what it has, then end it, and see that it is gone"
+
+
+def add_drain_flags(parser: argparse.ArgumentParser) -> None:
+    """Beside those that say where the proxy is."""
+    parser.add_argument("worker", metavar="WORKER", help="its name, as `neuron-di status` shows it")
+    add_order_flags(parser)
+
+
+def add_order_flags(parser: argparse.ArgumentParser) -> None:
+    """What all orders have."""
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=None,
+        help="seconds that running requests get to finish; what runs longer is cut here and goes "
+        "on with other workers; none takes the worker's own --drain-timeout-s",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="also where no other worker of its role would be left for its model",
+    )
+
+
+def run_drain_command(flags: argparse.Namespace, key: str | None) -> int:
+    """Returns the exit code: 1 when a request failed or was cut, or its end could not be seen."""
+    from neuron_di.admin_orders import give_order
+    from neuron_di.order_terminal import show_order
+
+    order = {"worker": flags.worker, "timeout_s": flags.timeout_s, "force": flags.force}
+    return show_order(flags.worker, give_order(flags.url, "/admin/drain", order, key))

@@ -1,0 +1,128 @@
+"""What an operator may order of a proxy, and the lines that answer."""
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from neuron_di.errors import BadRequest, ClientError, TooLarge
+from neuron_di.types import WORKER_ID_PATTERN, Role
+from neuron_di.wire import Failed
+from neuron_di.wire.admin import ORDER_BYTES_MAX, DrainProgress, Seconds
+from neuron_di_proxy.json_object import explain
+
+Phase = Literal[
+    "ordered", "prepared", "draining", "drained", "left", "ended", "serving", "tested", "done",
+    "failed",
+]  # fmt: skip
+
+_WorkerName = Annotated[str, msgspec.Meta(pattern=rf"\A{WORKER_ID_PATTERN}\Z")]
+
+
+class NotJson(ClientError):
+    """Raised when an order is not said to be JSON: a foreign web page can send anything else."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class NotHere(ClientError):
+    """Raised when an order that shows no key comes from elsewhere, or may be a web page's."""
+
+    http_status = 403
+    code = "order_not_taken"
+
+
+class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """End a worker once everything that runs there is over."""
+
+    worker: _WorkerName
+    timeout_s: Seconds | None = None
+    force: bool = False  # also where no other worker could do what it does
+
+
+class RoleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Give a worker another role."""
+
+    worker: _WorkerName
+    role: Role
+    timeout_s: Seconds | None = None
+    force: bool = False
+
+
+class AdminLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What has just been reached. `done` or `failed` comes once, last.
+
+    `is_clean`, of the last line: nothing failed and nothing was cut.
+    """
+
+    phase: Phase
+    words: str = ""
+    progress: DrainProgress | None = None
+    failed: Failed | None = None
+    is_clean: bool = True
+
+
+def read_drain(headers: Mapping[str, str], body: bytes) -> DrainRequest:
+    """Raises BadRequest, NotJson or TooLarge."""
+    _check_form(headers, body)
+    try:
+        return msgspec.json.decode(body, type=DrainRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _bad(error) from None
+
+
+def read_role(headers: Mapping[str, str], body: bytes) -> RoleRequest:
+    """Raises BadRequest, NotJson or TooLarge."""
+    _check_form(headers, body)
+    try:
+        return msgspec.json.decode(body, type=RoleRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _bad(error) from None
+
+
+def check_sender(headers: Mapping[str, str], address: str) -> None:
+    """Whether an order may be taken where there are no keys: from this machine, of no web page.
+
+    Such a page may be open here, and have made its own name mean this machine: then Origin or
+    Host tell. `address` is the client's. Raises NotHere.
+    """
+    if not _is_this_machine(address):
+        raise NotHere("orders from other machines need an operator's key: give --api-keys")
+    if "origin" in headers:
+        raise NotHere("an order of a web page needs an operator's key: give --api-keys")
+    host = headers.get("host", "")
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() != "localhost" and _ip(name) is None:
+        raise NotHere(
+            "without keys (--api-keys) an order is sent to an IP address or localhost, by no name"
+        )
+
+
+def _is_this_machine(address: str) -> bool:
+    ip = _ip(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip
+    return ip is not None and ip.is_loopback
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _check_form(headers: Mapping[str, str], body: bytes) -> None:
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise NotJson("an order is sent with Content-Type: application/json")
+    if len(body) > ORDER_BYTES_MAX:
+        raise TooLarge(f"an order has at most {ORDER_BYTES_MAX} bytes")
+
+
+def _bad(error: Exception) -> BadRequest:
+    if isinstance(error, msgspec.ValidationError):
+        return explain(str(error))
+    return BadRequest("the order is not JSON")

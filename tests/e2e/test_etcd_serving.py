@@ -1,0 +1,102 @@
+"""Proxies and workers that find each other through etcd, as real processes."""
+
+import asyncio
+import json
+
+import aiohttp
+import psutil
+import pytest
+from etcd.etcd_kit import require_etcd, running_etcd
+from openai_kit import DEADLINE_S, Client, eventually
+from process_kit import children_of, command, part, run, said, session_of_many
+
+from neuron_di.config import EngineOptions, EtcdOptions, LogOptions, ServeOptions
+from neuron_di.serve import Fleet
+
+pytestmark = pytest.mark.e2e
+
+ONE_THREAD = ("--threads=1", "--log-level=info")
+
+
+async def status_of(url):
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/status") as answer:
+        return json.loads(await answer.text())
+
+
+async def sees(url, num_workers):
+    async def look():
+        status = await status_of(url)
+        return len(status["workers"]) == num_workers or None
+
+    async with asyncio.timeout(DEADLINE_S):
+        await eventually(look)
+
+
+def etcds_below(pid):
+    processes = psutil.Process(pid).children(recursive=True)
+    return [each for each in processes if each.name() == "etcd"]
+
+
+async def test_several_proxies_share_the_workers_in_etcd(llama):
+    async with running_etcd() as etcd:
+        there = f"--etcd={','.join(etcd.addresses)}"
+        async with (
+            part("proxy", "--port=0", there) as one,
+            part("proxy", "--port=0", "--processes=2", there) as two,
+        ):
+            async with part("worker", str(llama), "--role=both", there, *ONE_THREAD):
+                keys = etcd.ctl("get", "--prefix", "--keys-only", "/").split()
+                assert [key.rpartition("/")[0] for key in keys] == [
+                    "/neuron-di/workers/both/127.0.0.1"
+                ]
+                for proxy in (one, two):
+                    await sees(proxy.url, 1)
+                    async with session_of_many() as session:
+                        answer = await Client(session, proxy.url, llama.name).ask("a", max_tokens=2)
+                        assert answer.usage["completion_tokens"] == 2
+            # It withdrew: no proxy waits for the end of a lease.
+            for proxy in (one, two):
+                await sees(proxy.url, 0)
+
+
+async def test_auto_starts_an_etcd_for_serve_and_ends_it(llama):
+    require_etcd()
+    options = ServeOptions(
+        model=str(llama),
+        combined=True,
+        port=0,
+        etcd=EtcdOptions(etcd=("auto",)),
+        engine=EngineOptions(threads=1),
+        log=LogOptions(log_level="warning"),
+    )
+    async with Fleet(options) as fleet, session_of_many() as session:
+        (etcd,) = etcds_below(fleet.pids()["proxy"])
+        answer = await Client(session, fleet.url, fleet.model_name).ask("a", max_tokens=2)
+        assert answer.usage["completion_tokens"] == 2
+    assert not etcd.is_running()
+
+
+async def test_auto_for_a_proxy_says_where_etcd_is():
+    require_etcd()
+    async with command("proxy", "--port=0", "--etcd=auto", "--processes=2") as process:
+        ready = await said(process, r"event=ready .*url=\S+ etcd=(\S+)")
+        (etcd,) = etcds_below(process.pid)
+        assert f"--listen-client-urls=http://{ready[1]}" in etcd.cmdline()
+        (sibling,) = children_of(process.pid)
+        assert f"--etcd={ready[1]}" in sibling.cmdline()
+        process.terminate()
+        assert await process.wait() == 0
+        assert not etcd.is_running()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("proxy", "--etcd=a:1", "--prefill-urls=http://a:1"), "not both"),
+        (("proxy", "--etcd=a:1", "--etcd-ca=/no/such/file"), "cannot read"),
+    ],
+)
+async def test_what_cannot_work_ends_with_2(flags, words):
+    ended = await run(*flags, "--port=0")
+    assert ended.code == 2
+    assert words in ended.stderr

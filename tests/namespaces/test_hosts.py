@@ -1,0 +1,345 @@
+"""A cluster on several hosts, as far as one kernel has them: each a network namespace.
+
+    etcd     TLS, client certificates, users        control
+    front    proxy, prefill-0, decode-1             control, data
+    back     decode-0                               control, data
+    far      the client, and one more proxy         control, data
+
+All speak to etcd over the control network and to each other over the data network, so either can
+be cut alone. KV still moves within the kernel, by shared memory: the hosts share its processes.
+"""
+
+import asyncio
+import itertools
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from etcd.etcd_kit import require_etcd
+from hosts_kit import Host, network, require_namespaces
+from openai_kit import Answer, Client, Refused, eventually
+from process_kit import said, session_of_many
+
+from neuron_di.testing import write_random_checkpoint
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "certificates"
+TTL_S = 2
+PROMPT, PARAMS = "def main(", {"max_tokens": 24, "ignore_eos": True}
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(150),  # the first one starts the cluster
+]
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The hosts, what runs there, and a client at `far`."""
+
+    hosts: dict[str, Host]
+    etcd_flags: dict[str, tuple[str, ...]]  # by user
+    stack: AsyncExitStack
+    client: Client
+    pids: dict[str, int] = field(default_factory=dict)
+
+    async def start(self, where: str, name: str, *arguments: str) -> str:
+        """`neuron-di` with these arguments on a host, ready. Returns its URL."""
+        return await self.stack.enter_async_context(
+            running(self.hosts[where], *arguments, pids=self.pids, name=name)
+        )
+
+    async def worker(self, worker_id: str) -> dict:
+        """What the proxy reports of one worker; empty while it knows none of that name."""
+        workers = (await self.client.get("/status"))["workers"]
+        return next((each for each in workers if each["record"]["worker_id"] == worker_id), {})
+
+    async def until(self, worker_id: str, **wanted: object) -> None:
+        async def is_so() -> bool | None:
+            worker = await self.worker(worker_id)
+            return True if wanted.items() <= worker.items() else None
+
+        await eventually(is_so)
+
+    async def served_by(self, worker_id: str) -> Answer:
+        """Ask until this decode worker served one. Every request must be answered."""
+        while True:
+            answer = await self.client.ask(PROMPT, **PARAMS)
+            receipt = await self.client.receipt(answer.answer_id)
+            if receipt["decode"]["worker_id"] == worker_id:
+                return answer
+
+    def listed(self) -> list[str]:
+        """Below the prefix in etcd, now."""
+        pem = self.etcd_flags["root"]
+        words = ("get", "--prefix", "--keys-only", "/neuron-di/")
+        return self.hosts["etcd"].run("env", "ETCDCTL_API=3", "etcdctl", *pem, *words).split()
+
+
+@asynccontextmanager
+async def running(
+    host: Host, *arguments: str, pids: dict[str, int], name: str
+) -> AsyncIterator[str]:
+    process = await asyncio.create_subprocess_exec(
+        *host.command(sys.executable, "-m", "neuron_di", *arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    pids[name] = process.pid
+    try:
+        ready = await said(process, r"event=ready .*url=(\S+)")
+        rest = asyncio.create_task(process.stderr.read())  # it must not wait for us
+        yield ready[1]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+    await rest
+
+
+@asynccontextmanager
+async def running_etcd(host: Host, folder: Path) -> AsyncIterator[str]:
+    """etcd with the users of the example's scripts. Its address."""
+    pem, address = folder / "pem", "10.78.0.1:2379"
+    host.run("sh", str(SCRIPTS / "make_certificates.sh"), str(pem), "10.78.0.1")
+    process = await asyncio.create_subprocess_exec(
+        *host.command(
+            "etcd",
+            f"--data-dir={folder / 'data'}",
+            f"--listen-client-urls=https://{address}",
+            f"--advertise-client-urls=https://{address}",
+            f"--cert-file={pem / 'server.pem'}",
+            f"--key-file={pem / 'server.key'}",
+            f"--trusted-ca-file={pem / 'ca.pem'}",
+            "--client-cert-auth",
+            "--heartbeat-interval=20",
+            "--election-timeout=200",
+        ),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+
+        async def users_are_there() -> bool | None:
+            try:
+                host.run("sh", str(SCRIPTS / "make_users.sh"), str(pem), address)
+            except AssertionError:
+                assert process.returncode is None, "etcd has ended"
+                return None
+            return True
+
+        await eventually(users_are_there)
+        yield address
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def etcd_flags(address: str, pem: Path, user: str) -> tuple[str, ...]:
+    return (
+        f"--etcd={address}",
+        f"--etcd-ttl-s={TTL_S}",
+        f"--etcd-ca={pem / 'ca.pem'}",
+        f"--etcd-cert={pem / user}.pem",
+        f"--etcd-key={pem / user}.key",
+    )
+
+
+def worker_flags(cluster: Cluster, model: Path, host: str, worker_id: str) -> tuple[str, ...]:
+    return (
+        *("worker", str(model), "--model-name=m", "--threads=1", f"--worker-id={worker_id}"),
+        *(f"--role={worker_id.partition('-')[0]}", f"--host={host}", "--insecure"),
+        *cluster.etcd_flags["neuron-di-worker"],
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    require_etcd()
+    require_namespaces()
+    folder = tmp_path_factory.mktemp("hosts")
+    model = folder / "tiny"
+    write_random_checkpoint(model, "llama")
+    async with AsyncExitStack() as stack:
+        net = stack.enter_context(network())
+        hosts = {
+            "etcd": net.host("etcd", control="10.78.0.1"),
+            "front": net.host("front", control="10.78.0.2", data="10.77.0.2"),
+            "back": net.host("back", control="10.78.0.3", data="10.77.0.3"),
+            "far": net.host("far", control="10.78.0.4", data="10.77.0.4"),
+        }
+        address = await stack.enter_async_context(running_etcd(hosts["etcd"], folder))
+        users = ("neuron-di-worker", "neuron-di-proxy")
+        flags = {user: etcd_flags(address, folder / "pem", user) for user in users}
+        flags["root"] = (
+            f"--endpoints=https://{address}",
+            f"--cacert={folder / 'pem' / 'ca.pem'}",
+            f"--cert={folder / 'pem' / 'root.pem'}",
+            f"--key={folder / 'pem' / 'root.key'}",
+        )
+        stack.enter_context(hosts["far"].entered())
+        session = await stack.enter_async_context(session_of_many())
+        cluster = Cluster(hosts, flags, stack, Client(session, "", "m"))
+        proxy = ("proxy", "--host=10.77.0.2", "--port=8000", "--insecure")
+        networks = "--worker-networks=10.77.0.0/24"
+        url, *_ = await asyncio.gather(
+            cluster.start("front", "proxy", *proxy, networks, *flags["neuron-di-proxy"]),
+            *(
+                cluster.start(where, name, *worker_flags(cluster, model, host, name))
+                for where, host, name in (
+                    ("front", "10.77.0.2", "prefill-0"),
+                    ("front", "10.77.0.2", "decode-1"),
+                    ("back", "10.77.0.3", "decode-0"),
+                )
+            ),
+        )
+        cluster.client.url = url
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            await cluster.until(name, health="up")
+        yield cluster
+
+
+async def test_a_request_is_served_across_hosts(cluster: Cluster) -> None:
+    answer = await cluster.served_by("decode-0")
+    receipt = await cluster.client.receipt(answer.answer_id)
+    assert receipt["kv_bytes"] > 0
+    assert receipt["prefill"]["worker_id"] == "prefill-0"
+    assert cluster.client.url == "http://10.77.0.2:8000"
+    record = (await cluster.worker("decode-0"))["record"]
+    assert record["host"] == "10.77.0.3"
+    prefill = (await cluster.worker("prefill-0"))["record"]
+    assert prefill["signal_host"] == "10.77.0.2"
+    assert len(prefill["signal_key"]) == 40, "what they say to each other is encrypted"
+    assert [key.rpartition("/")[0] for key in cluster.listed()] == [
+        "/neuron-di/workers/decode/10.77.0.2",
+        "/neuron-di/workers/decode/10.77.0.3",
+        "/neuron-di/workers/prefill/10.77.0.2",
+    ]
+
+
+async def test_a_host_that_loses_etcd_goes_on_serving_and_is_listed_again(
+    cluster: Cluster,
+) -> None:
+    """Its key vanishes with the lease. It is known, it answers, and that counts."""
+    wanted = (await cluster.client.ask(PROMPT, **PARAMS)).text
+    async with asking(cluster.client, wanted) as load:
+        cluster.hosts["back"].pull("control")
+        try:
+            await eventually(lambda: _true_if(not _has(cluster.listed(), "10.77.0.3")))
+            await load.more(8)
+            await cluster.served_by("decode-0")
+            assert (await cluster.worker("decode-0"))["vanished_s"] > 0
+        finally:
+            cluster.hosts["back"].plug("control")
+        await eventually(lambda: _true_if(_has(cluster.listed(), "10.77.0.3")))
+        await cluster.until("decode-0", vanished_s=None, health="up")
+        await load.more(8)
+    await cluster.client.until_idle()
+
+
+async def test_what_ran_on_a_host_that_is_cut_off_goes_on_elsewhere(cluster: Cluster) -> None:
+    """etcd still lists it: that is not what counts."""
+    wanted = await cluster.client.ask(PROMPT, **LONG)
+    asked = [asyncio.create_task(cluster.client.ask(PROMPT, **LONG)) for _ in range(8)]
+
+    async def runs_there() -> bool | None:
+        worker = await cluster.worker("decode-0")
+        return True if worker["num_open"] and worker["status"]["num_running"] else None
+
+    await eventually(runs_there)
+    cluster.hosts["back"].pull("data")
+    try:
+        answers = await asyncio.gather(*asked)
+        assert [answer.text for answer in answers] == [wanted.text] * len(answers)
+        receipts = [await cluster.client.receipt(answer.answer_id) for answer in answers]
+        assert {each["decode"]["worker_id"] for each in receipts} == {"decode-1"} or any(
+            len(each["attempts"]) > 1 for each in receipts
+        )
+        await eventually(lambda: _is_lost(cluster, "decode-0"))
+        assert _has(cluster.listed(), "10.77.0.3")
+        for _ in range(4):
+            assert (await cluster.client.ask(PROMPT, **PARAMS)).finish_reason == "length"
+    finally:
+        cluster.hosts["back"].plug("data")
+    await cluster.until("decode-0", health="up")
+    await cluster.served_by("decode-0")
+    await cluster.client.until_idle()
+
+
+async def test_a_proxy_on_a_further_host_joins(cluster: Cluster) -> None:
+    url = await cluster.start(
+        *("far", "further proxy", "proxy", "--host=10.77.0.4", "--port=8000", "--insecure"),
+        *cluster.etcd_flags["neuron-di-proxy"],
+    )
+    there = Client(cluster.client.session, url, "m")
+
+    async def is_served() -> Answer | None:
+        try:
+            return await there.ask(PROMPT, **PARAMS)
+        except Refused:
+            return None
+
+    answer = await eventually(is_served)
+    assert answer.text == (await cluster.client.ask(PROMPT, **PARAMS)).text
+    known = {each["record"]["worker_id"] for each in (await there.get("/status"))["workers"]}
+    assert known == {"prefill-0", "decode-0", "decode-1"}
+
+
+class Asking:
+    """Requests that follow each other. Each must be answered, and as wanted."""
+
+    def __init__(self, client: Client, wanted: str) -> None:
+        self._client = client
+        self._wanted = wanted
+        self._is_over = False
+        self.num_right = 0
+
+    async def run(self) -> None:
+        for number in itertools.count():
+            if self._is_over:
+                return
+            answer = await self._client.ask(PROMPT, stream=number % 2 == 0, **PARAMS)
+            assert answer.text == self._wanted
+            self.num_right += 1
+
+    async def more(self, num: int) -> None:
+        wanted = self.num_right + num
+        await eventually(lambda: _true_if(self.num_right >= wanted))
+
+    def end(self) -> None:
+        self._is_over = True
+
+
+@asynccontextmanager
+async def asking(client: Client, wanted: str) -> AsyncIterator[Asking]:
+    """Four clients at once. What fails one of them fails the block."""
+    load = Asking(client, wanted)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(load.run())
+        try:
+            yield load
+        finally:
+            load.end()
+
+
+async def _true_if(holds: bool) -> bool | None:
+    return True if holds else None
+
+
+async def _is_lost(cluster: Cluster, worker_id: str) -> bool | None:
+    health = (await cluster.worker(worker_id))["health"]
+    return True if re.fullmatch("frozen|down", health) else None
+
+
+def _has(keys: list[str], host: str) -> bool:
+    return any(f"/{host}/" in key for key in keys)

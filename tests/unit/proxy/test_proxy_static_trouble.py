@@ -1,0 +1,51 @@
+"""A bug in the static directory's own task: the view stays, /health says so, it goes on."""
+
+import asyncio
+
+from scripted_worker import ScriptedWorker, play_decode, play_prefill
+
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.service import Service
+from neuron_di_proxy.static_directory import StaticDirectory
+from neuron_di_proxy.status import report_health
+
+
+async def test_a_failure_of_our_own_is_owned(stack, monkeypatch):
+    monkeypatch.setattr("neuron_di_proxy.static_directory.ASK_INTERVAL_S", 0.05)
+    workers = [
+        await stack.enter_async_context(ScriptedWorker("p1", "prefill")),
+        await stack.enter_async_context(ScriptedWorker("d1", "decode")),
+    ]
+    workers[0].script, workers[1].script = play_prefill, play_decode(2)
+    urls = tuple(worker.record.url() for worker in workers)
+    directory = await stack.enter_async_context(StaticDirectory(urls))
+    service = await stack.enter_async_context(Service(ProxyConfig(), directory))
+    async with asyncio.timeout(30):
+        while len(directory.workers()) < 2:  # noqa: ASYNC110 - it asks them
+            await asyncio.sleep(0.01)
+
+    def health():
+        return report_health(service.router, service.health, service.pairs)
+
+    assert health().status == "ok"
+
+    def fail(_):
+        raise KeyError("a bug")
+
+    directory.ask_first(fail)
+    async with asyncio.timeout(30):
+        while not directory.trouble():  # noqa: ASYNC110 - at its next look
+            await asyncio.sleep(0.01)
+    answer = health()
+    assert answer.status == "degraded"
+    words = "who is known may be old: the static directory failed (KeyError) and was begun again"
+    assert [each.reason for each in answer.degraded] == [words]
+    assert len(directory.workers()) == 2
+    looks = asyncio.Semaphore(0)
+    directory.ask_first(lambda _: looks.release())
+    failures = directory._asking.num_failures
+    async with asyncio.timeout(30):
+        for _ in range(6):  # three looks at two workers, after it has rested
+            await looks.acquire()
+    assert not directory._asking._task.done()
+    assert directory._asking.num_failures == failures

@@ -1,0 +1,64 @@
+"""Under an etcd that others share, serving means: our own workers are known."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from neuron_di.clock import Deadline
+from neuron_di.config import EtcdOptions, ServeOptions
+from neuron_di.errors import PeerTimeout
+from neuron_di.serve import Fleet
+
+
+class Proxy:
+    """Serves from the start, by other people's workers."""
+
+    def __init__(self):
+        self.known = ["prefill-0-theirs", "decode-0-theirs"]
+        self.num_asked = asyncio.Semaphore(0)
+
+    async def answer(self, request):
+        if request.path == "/health":
+            return web.json_response({"status": "ok"})
+        self.num_asked.release()
+        workers = [{"record": {"worker_id": name}} for name in self.known]
+        return web.json_response({"workers": workers})
+
+
+@pytest.fixture
+async def proxy():
+    proxy = Proxy()
+    app = web.Application()
+    app.router.add_get("/{path}", proxy.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    proxy.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield proxy
+    await runner.cleanup()
+
+
+def fleet_of(proxy, *etcd):
+    fleet = Fleet(ServeOptions(model="m", etcd=EtcdOptions(etcd=etcd)))
+    fleet.url = proxy.url
+    return fleet
+
+
+async def test_it_waits_for_its_own_workers(proxy):
+    fleet = fleet_of(proxy, "127.0.0.1:2379")
+    with pytest.raises(PeerTimeout, match="did not learn of its workers"):
+        await fleet._reachable(Deadline.after(0.2))
+    waiting = asyncio.create_task(fleet._reachable(Deadline.after(30)))
+    for name in fleet._roles:
+        await proxy.num_asked.acquire()
+        assert not waiting.done()
+        proxy.known.append(name + fleet._suffix)
+    await waiting
+
+
+@pytest.mark.parametrize("etcd", [(), ("auto",)])
+async def test_where_nobody_else_is_there_the_proxy_need_not_be_asked_who_they_are(proxy, etcd):
+    await fleet_of(proxy, *etcd)._reachable(Deadline.after(30))
+    assert proxy.num_asked.locked()
