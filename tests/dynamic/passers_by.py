@@ -26,7 +26,8 @@ from neuron_di.worker.role_epochs import EpochParts, run_epochs
 from neuron_di.worker.server import bind
 
 START_TIMEOUT_S = 30.0
-EXACT = ("task", "descriptor", "socket of ZMQ", "thread", "mapped pool")  # not one may be left
+# How kinds begin of which not one may be left.
+EXACT = ("task ", "descriptor", "socket of ZMQ", "thread", "mapped pool")
 ENGINE = EngineOptions(
     block_size=4, num_blocks=256, threads=1, chunk_tokens=16, prefill_batch=4, decode_batch=4
 )
@@ -84,7 +85,8 @@ def census() -> Counter[str]:
             counted[f"{kind.__module__}.{kind.__qualname__}"] += 1
         elif issubclass(kind, zmq.Socket) and not each.closed:
             counted["socket of ZMQ"] += 1
-    counted["task"] = len(asyncio.all_tasks())
+    for task in asyncio.all_tasks():
+        counted[f"task {getattr(task.get_coro(), '__qualname__', '')}"] += 1
     counted["descriptor"] = len(os.listdir("/proc/self/fd"))
     # Those of the loop's pool stay for its next user.
     counted["thread"] = sum(not t.name.startswith("asyncio_") for t in threading.enumerate())

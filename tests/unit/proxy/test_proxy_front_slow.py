@@ -142,7 +142,7 @@ async def test_one_large_event_is_not_what_a_client_leaves_unread(stack, cluster
 async def test_a_client_that_reads_slowly_but_steadily_gets_all(stack, cluster, header):
     cluster.prefill.script = say_first(text="x" * MUCH)
     cluster.decode.script = play_decode(2)
-    limits = replace(AT_ONCE, send_timeout_s=0.4)
+    limits = replace(AT_ONCE, send_timeout_s=1.0)
     proxy = await another_proxy(stack, cluster, limits=limits, keep_alive_s=1.0)
     async with RawClient(proxy.address) as raw:
         raw.send(post(PATH, WHOLE, header))
