@@ -39,6 +39,7 @@ RELIST_S = 30.0  # a change that a watch has lost is seen after this
 RELIST_AFTER_BREAK_S = 2.0  # a new etcd can look like the old one, as far as a watch can see
 PAUSE_S_MIN = 0.1
 PAUSE_S_MAX = 1.0
+WORTH_A_WARNING_S = 0.8  # a pause of so long
 REFUSED_PAUSE_S = 5.0  # nothing will change until somebody mends it
 LONG_LIFE_S = 2.0  # a watch that lived so long is tried again at once
 SCAN_BYTES_MAX = 256 << 20  # of keys that a listing reads
@@ -136,7 +137,9 @@ class EtcdRegistry:
                 self.num_breaks += 1
                 self._trouble = error.message
                 pause_s = self._pause_after(error, place, pause_s)
-                _log.warning("etcd_watch_broken", reason=error.message, retry_s=pause_s)
+                # At first it is no news: a proxy that ends takes an etcd of its own along.
+                log = _log.warning if pause_s >= WORTH_A_WARNING_S else _log.info
+                log("etcd_watch_broken", reason=error.message, retry_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 

@@ -129,8 +129,10 @@ class RegistryClient:
             try:
                 version, values = await self._all(prefix, seen)
             except PeerError as error:
+                # Once is no news yet: a proxy that ends takes its registry along.
+                log = _log.warning if self._watch_trouble else _log.info
+                log("registry_unreachable", reason=error.message)
                 self._watch_trouble = error.message
-                _log.warning("registry_unreachable", reason=error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
             self._watch_trouble = ""
