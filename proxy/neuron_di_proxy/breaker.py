@@ -80,12 +80,12 @@ class Breaker:
 class BreakerRequest:
     """One request to a worker. Made by `Breaker.request`."""
 
-    __slots__ = ("_breaker", "_is_good", "_is_trial")
+    __slots__ = ("_breaker", "_is_good", "is_trial")
 
     def __init__(self, breaker: Breaker) -> None:
         self._breaker = breaker
         self._is_good = False
-        self._is_trial = False
+        self.is_trial = False  # the worker gets no other until it is good
 
     def __enter__(self) -> Callable[[], None]:
         self.begin()
@@ -96,17 +96,19 @@ class BreakerRequest:
 
     def begin(self) -> None:
         """The worker has the request from now on."""
-        self._is_trial = self._breaker.state() == "half_open"
-        self._breaker.count_trials(self._is_trial)
+        if self._breaker.state() == "half_open":
+            self.is_trial = True
+            self._breaker.count_trials(1)
 
     def end(self) -> None:
         """The request is over."""
-        if not self._is_good:
-            self._breaker.count_trials(-self._is_trial)
+        if self.is_trial and not self._is_good:
+            self._breaker.count_trials(-1)
 
     def succeed(self) -> None:
         """The request's first good event; further calls do nothing."""
         if not self._is_good:
             self._is_good = True
-            self._breaker.count_trials(-self._is_trial)
+            if self.is_trial:
+                self._breaker.count_trials(-1)
             self._breaker.succeed()

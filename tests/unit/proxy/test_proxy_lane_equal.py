@@ -106,13 +106,16 @@ async def test_both_ways_write_alike(talking, monkeypatch, case):
     assert masked(by_lane) == masked(by_python)
     assert by_lane.status == 200
     assert b"x" * 5000 in by_lane.framed
-    assert num_by_python == (NUM_TOKENS if case in TAKES_LONG_WAY else 2)
+    if case in TAKES_LONG_WAY:
+        assert num_by_python == NUM_TOKENS
+    else:  # decode's first token, too, where it comes before prefill's last word
+        assert num_by_python in (1, 2)
 
 
 async def test_a_lane_takes_what_follows_the_first_token_of_decode(talking, monkeypatch):
     long_way = count_long_way(monkeypatch)
     await answer(talking, CASES["chat"])
-    assert long_way == [0, 1]
+    assert long_way in ([0], [0, 1])  # itself, too, where it comes after prefill's last word
 
 
 async def test_each_choice_has_a_lane_of_its_own(talking, monkeypatch):
@@ -120,7 +123,7 @@ async def test_each_choice_has_a_lane_of_its_own(talking, monkeypatch):
     response = await answer(
         talking, post("/v1/completions", STREAM | {"prompt": "hi", "n": 3, "seed": 1})
     )
-    assert sorted(long_way) == [0, 0, 0, 1, 1, 1]
+    assert [index for index in long_way if index != 1] == [0, 0, 0]
     for choice in range(3):
         assert response.body.count(b'"index":%d,"text":"end"' % choice) == NUM_TOKENS // len(TEXTS)
 
@@ -158,8 +161,8 @@ async def test_a_continuation_takes_a_lane_again(stack, monkeypatch):
             raw.send(CASES["completion"])
             bodies.append((await raw.response()).body)
         if not bodies[1:]:
-            # Of each attempt, prefill's token and the first of decode.
-            assert long_way == [0, 1, 4, 5]
+            # Of each attempt, prefill's token, and the first of decode if prefill goes on.
+            assert [index for index in long_way if index not in (1, 5)] == [0, 4]
         without_lanes(monkeypatch)
     for body in bodies:
         events = [json.loads(each[6:]) for each in body.split(b"\n\n")[:-2]]

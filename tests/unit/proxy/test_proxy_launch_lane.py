@@ -16,6 +16,7 @@ from neuron_di.config import LimitOptions
 from neuron_di.errors import PeerTimeout, RemoteProtocolError
 from neuron_di.types import RequestId
 from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.breaker import OPEN_S
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
 from neuron_di_proxy.leg_merge import LANE_TRY_TOKENS
@@ -80,7 +81,8 @@ class Laned:
             deadline=Deadline.after(1000.0),
         )
         limits = LimitOptions(stall_timeout_s=STALL_S)
-        launcher = Launcher(self, Health(self, ListDirectory([]), limits), limits)
+        self.health = Health(self, ListDirectory([]), limits)
+        launcher = Launcher(self, self.health, limits)
         self.task = asyncio.create_task(launcher.run(self.attempt, self._emit, self._make_lane))
 
     def open_leg(self, record, kind, leg):
@@ -137,6 +139,74 @@ async def test_steady_tokens_reach_the_client_and_are_counted(route):
             run.legs["prefill"].say(released())
         assert await run.task == finished(50)
         assert run.attempt.num_tokens == 50
+
+
+@virtual
+async def test_a_decode_that_is_alone_takes_the_lane_with_its_first_token():
+    with running() as run:
+        await asyncio.sleep(0)
+        run.legs["prefill"].say(token(0), parked(), released())
+        leg = run.legs["decode"]
+        for index in range(1, 5):
+            assert leg.tell(index) == []
+        assert run.emitted == [0]
+        assert run.rig.received() == texts(*range(1, 5))
+        leg.say(finished(5))
+        assert await run.task == finished(5)
+        assert run.attempt.num_tokens == 5
+        assert run.attempt.decode == finished(5).receipt
+
+
+@virtual
+async def test_a_decode_that_is_alone_may_stall_before_and_after_its_first_token():
+    for num_told in 0, 1:
+        with running() as run:
+            await asyncio.sleep(0)
+            run.legs["prefill"].say(token(0), parked(), released())
+            await asyncio.sleep(0.9 * STALL_S)
+            run.legs["decode"].tell(*range(1, 1 + num_told))
+            begun_s = now_s()
+            with pytest.raises(PeerTimeout, match="d1 sent no token"):
+                await run.task
+            wait_s = STALL_S if num_told else 0.1 * STALL_S
+            assert now_s() - begun_s == pytest.approx(wait_s, abs=0.01)
+            assert run.attempt.num_tokens == 1 + num_told
+
+
+def half_open(health, record):
+    """A breaker that lets a worker have one request, to see whether it is good again."""
+    breaker = health._watch_of(record).breaker
+    breaker._opened_s = now_s() - 2 * OPEN_S
+    assert breaker.state() == "half_open"
+    return breaker
+
+
+@virtual
+async def test_a_decode_that_is_tried_is_praised_with_its_first_token():
+    with running() as run:
+        breaker = half_open(run.health, PAIR.decode)
+        await asyncio.sleep(0)
+        assert not breaker.admits()
+        run.legs["prefill"].say(token(0), parked(), released())
+        leg = run.legs["decode"]
+        assert leg.tell(1) == [1], "a lane would praise it later"
+        assert breaker.admits()
+        assert leg.tell(2) == []
+        leg.say(finished(3))
+        assert await run.task == finished(3)
+
+
+@virtual
+async def test_a_decode_that_takes_the_lane_at_once_is_praised_when_it_is_next_heard():
+    with running() as run:
+        await asyncio.sleep(0)
+        breaker = half_open(run.health, PAIR.decode)  # while the request runs
+        run.legs["prefill"].say(token(0), parked(), released())
+        run.legs["decode"].tell(1)
+        assert breaker._num_good == 0
+        run.legs["decode"].say(finished(2))
+        await run.task
+        assert breaker._num_good == 1
 
 
 @virtual

@@ -15,11 +15,12 @@ from neuron_di.config import LimitOptions
 from neuron_di.errors import PeerTimeout, RemoteProtocolError
 from neuron_di.types import RequestId
 from neuron_di.wire.handoff import LAUNCH, LaunchAction, LaunchEvent, LaunchState, LaunchStep
+from neuron_di_proxy import leg_merge
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
-from neuron_di_proxy.leg_merge import is_steady
+from neuron_di_proxy.leg_events import is_steady
 from neuron_di_proxy.route import Pair, Whole
 
 STALL_S = 15.0
@@ -89,6 +90,32 @@ def test_one_state_is_steady_and_the_table_says_which():
     with mock.patch.dict(LAUNCH):
         del LAUNCH[row]
         assert not is_steady(LaunchState.DECODING)
+
+
+def test_once_decode_is_alone_one_more_state_is_steady_if_the_table_makes_no_difference():
+    both = [LaunchState.PARKED, LaunchState.DECODING]
+    assert [state for state in LaunchState if is_steady(state, is_alone=True)] == both
+    for event in LaunchEvent:
+        row = LaunchState.PARKED, event
+        with mock.patch.dict(LAUNCH, {row: LaunchStep(LaunchState.OVER, ())}):
+            makes_a_difference = event.value.startswith("decode")
+            assert is_steady(LaunchState.PARKED, is_alone=True) is not makes_a_difference
+            assert not is_steady(LaunchState.PARKED)
+
+
+@virtual
+async def test_the_first_token_of_a_decode_that_is_alone_is_relayed_and_praised():
+    run = Spoken()
+    await asyncio.sleep(0)
+    run.legs["prefill"].say(token(0), parked(), released())
+    decode, table = run.legs["decode"], []
+    with mock.patch.object(leg_merge, "event_of", side_effect=table.append):
+        decode.say(token(1))
+    assert run.indices == [0, 1]
+    assert table == []
+    decode.say(token(2), finished(3))
+    assert await run.task == finished(3)
+    assert run.attempt.num_tokens == 3
 
 
 @virtual
