@@ -41,10 +41,34 @@ setup(
             optional=True,  # decode is then slower, by torch
         ),
         Extension(
+            "neuron_di_bindings._kv_copy",  # loaded by ctypes, too
+            [f"{_KERNELS}/kv_copy.c"],
+            extra_compile_args=["-std=gnu11", "-O3", "-g0"],
+            optional=True,  # KV is then copied by numpy
+        ),
+        Extension(  # loaded by ctypes, too
+            "neuron_di_bindings._socket_runs",
+            [f"{_KERNELS}/socket_runs.c"],
+            extra_compile_args=["-std=gnu11", "-O2", "-g0"],
+            optional=True,  # more of a transfer over TCP then runs in Python
+        ),
+        Extension(
+            "neuron_di_bindings._owner_words",
+            [f"{_KERNELS}/_owner_words.c"],
+            extra_compile_args=["-std=gnu11", "-O2", "-g0"],
+            optional=True,  # workers of one host then copy blocks instead of passing them on
+        ),
+        Extension(
             "neuron_di_proxy._token_lane",
             [f"{_PROXY}/_token_lane.c"],
             extra_compile_args=["-std=gnu11", "-O2", "-g0"],
             optional=True,  # every token then goes through Python
+        ),
+        Extension(
+            "neuron_di_proxy._json_members",
+            [f"{_PROXY}/_json_members.c"],
+            extra_compile_args=["-std=gnu11", "-O3", "-g0"],
+            optional=True,  # msgspec then finds where a long prompt ends
         ),
     ],
 )

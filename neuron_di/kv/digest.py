@@ -5,24 +5,20 @@ would have to be on the signal link. It is seeded by the identity of the hand-ov
 block's place in its request, so that the right bytes of the wrong request do not match either.
 """
 
+import ctypes
 import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
-from xxhash import xxh3_64_intdigest
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
 
-from neuron_di.types import BlockId, Incarnation, RequestId, WorkerId
+from neuron_di.errors import LocalProtocolError
+from neuron_di.kv.layout import KvLayout
+from neuron_di.kv.runs import Memory
+from neuron_di.types import Incarnation, RequestId, WorkerId
 
 _SEED_MASK = (1 << 64) - 1
-
-
-class BlockMemory(Protocol):
-    """Where blocks lie. A KvPool is one."""
-
-    def view(self, block_id: BlockId) -> memoryview:
-        """The bytes of one block, as the host sees them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +39,53 @@ class KvIdentity:
 
 
 def block_digests(
-    memory: BlockMemory, block_ids: Sequence[BlockId], identity: KvIdentity
+    memory: Memory,
+    block_ids: Sequence[int],
+    identity: KvIdentity,
+    layout: KvLayout,
+    num_tokens: int,
+    *,
+    first_place: int = 0,
 ) -> list[int]:
-    """One unsigned 64-bit number per block, in order. Reads every byte of them."""
+    """One unsigned 64-bit number per block, in order: of the bytes of the tokens it holds.
+
+    The memory's blocks are of `layout`; `num_tokens` tokens lie in these blocks, and the first of
+    the blocks is the request's block number `first_place`. Bytes are read in the order in which
+    they lie, of replicated heads the first replica only. So a pool and a landing memory that hold
+    the same KV have equal digests. LocalProtocolError for a block outside of the memory, and for
+    too many or too few blocks.
+    """
+    block_bytes, block_size = layout.block_bytes, layout.block_size
+    num_blocks = memory.num_bytes // block_bytes
+    if len(block_ids) != layout.num_blocks_for(num_tokens):
+        raise LocalProtocolError(f"{len(block_ids)} blocks for {num_tokens} tokens")
+    if len(block_ids) and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
+        raise LocalProtocolError(f"a block outside of a memory of {num_blocks}")
     seed = identity.seed()
-    return [
-        xxh3_64_intdigest(memory.view(block_id), seed=(seed + place) & _SEED_MASK)
-        for place, block_id in enumerate(block_ids)
-    ]
+    whole = memoryview((ctypes.c_uint8 * memory.num_bytes).from_address(memory.address)).cast("B")
+    digests = []
+    # Blocks are many: what is the same for all of them is reckoned once.
+    num_whole = num_tokens // block_size if layout.num_replicas == 1 else 0
+    for place, block_id in enumerate(block_ids):
+        start, block_seed = block_id * block_bytes, (seed + first_place + place) & _SEED_MASK
+        block = whole[start : start + block_bytes]
+        if place < num_whole:
+            digests.append(xxh3_64_intdigest(block, seed=block_seed))
+        else:
+            num_used = min(block_size, num_tokens - place * block_size)
+            digests.append(_used_digest(block, layout, num_used, block_seed))
+    return digests
+
+
+def _used_digest(block: memoryview, layout: KvLayout, num_used: int, seed: int) -> int:
+    """Of the tokens that it holds, each head once."""
+    num_rows = layout.num_layers * 2 * layout.num_rank_heads
+    used_bytes = layout.rank_bytes // num_rows // layout.block_size * num_used
+    ranks = np.frombuffer(block, np.uint8).reshape(layout.num_ranks, num_rows, -1)
+    state = xxh3_64(seed=seed)
+    for rank in ranks[:: layout.num_replicas]:
+        state.update(np.ascontiguousarray(rank[:, :used_bytes]).data)
+    return state.intdigest()
 
 
 def _encoded(field: object) -> bytes:

@@ -6,25 +6,30 @@
 
 A reader notes the generations of the blocks it was promised, copies, and compares: a block
 that was given up meanwhile shows, whatever the reason. Owner and readers need no lock.
+
+Workers that `neuron-di serve` started on one host may have their blocks in one arena instead:
+neuron_di/kv/arena_pool.py
 """
 
 import contextlib
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from mmap import MADV_REMOVE, mmap
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_di.errors import ConfigError, PeerGone, StaleIncarnation
+from neuron_di.errors import ConfigError, LocalProtocolError, PeerGone, StaleIncarnation
 from neuron_di.kv.layout import KvLayout
+from neuron_di.kv.runs import BlockIds, Memory, as_ids
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import ShmRegion
 from neuron_di_bindings import shared_memory
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from torch import Tensor
 
 _PAGE = 4096
@@ -32,13 +37,26 @@ _MAGIC = b"NDIKV001"
 _HEADER = struct.Struct("<8s64sQ")  # magic, incarnation, num_blocks
 
 
-def _data_offset(num_blocks: int) -> int:
-    return _PAGE + -(-num_blocks * 8 // _PAGE) * _PAGE
+GENERATIONS_OFFSET = _PAGE
+
+
+def head_bytes(num_blocks: int) -> int:
+    """Bytes of a segment before its block 0: header and generations."""
+    return GENERATIONS_OFFSET + -(-num_blocks * 8 // _PAGE) * _PAGE
+
+
+def check_header(head: "ReadableBuffer", incarnation: Incarnation, num_blocks: int) -> None:
+    """A segment's first bytes: StaleIncarnation when another process's, PeerGone when no pool."""
+    magic, owner, count = _HEADER.unpack_from(head, 0)
+    if magic != _MAGIC or owner.rstrip(b"\0") != incarnation.encode():
+        raise StaleIncarnation("the pool is not of the worker that was announced")
+    if count != num_blocks:
+        raise PeerGone(f"the pool has {count} blocks, not {num_blocks}")
 
 
 def segment_bytes(layout: KvLayout, num_blocks: int) -> int:
     """Bytes of the whole segment: header, generations and blocks."""
-    return _data_offset(num_blocks) + num_blocks * layout.block_bytes
+    return head_bytes(num_blocks) + num_blocks * layout.block_bytes
 
 
 class KvPool:
@@ -54,7 +72,7 @@ class KvPool:
         self._view: mmap | None = view
         _HEADER.pack_into(view, 0, _MAGIC, incarnation.encode(), num_blocks)
         self._generations: NDArray[np.uint64] = np.frombuffer(
-            view, np.uint64, count=num_blocks, offset=_PAGE
+            view, np.uint64, count=num_blocks, offset=GENERATIONS_OFFSET
         )
 
     @classmethod
@@ -69,36 +87,71 @@ class KvPool:
             ) from None
         return cls(layout, num_blocks, incarnation, fd, view)
 
-    def tensor(self) -> "Tensor":
-        """The pool as kv_NLCKSD. Shares memory; valid until close()."""
+    def tensor(self, rank: int = 0) -> "Tensor":
+        """One rank's part of the pool as kv_NLCKSD. Shares memory; valid until close()."""
         import torch
 
         assert self._view is not None, "the pool is closed"
         dtype: torch.dtype = getattr(torch, self.layout.dtype)
-        flat = torch.frombuffer(self._view, dtype=dtype, offset=_data_offset(self.num_blocks))
-        return flat.view(self.num_blocks, *self.layout.block_shape)
+        flat = torch.frombuffer(self._view, dtype=dtype, offset=head_bytes(self.num_blocks))
+        ranks = flat.view(self.num_blocks, self.layout.num_ranks, *self.layout.rank_shape)
+        return ranks[:, rank]
+
+    def memory(self) -> Memory:
+        """All blocks. What transfers count their offsets from."""
+        return Memory(self.base_address, self.num_blocks * self.layout.block_bytes)
 
     @property
     def base_address(self) -> int:
         """Address of block 0 in this process."""
-        return int(self._generations.ctypes.data) - _PAGE + _data_offset(self.num_blocks)
+        return int(self._generations.ctypes.data) - GENERATIONS_OFFSET + head_bytes(self.num_blocks)
 
     def view(self, block_id: BlockId) -> memoryview:
         """The bytes of one block. Valid until close()."""
         assert self._view is not None, "the pool is closed"
-        start = _data_offset(self.num_blocks) + block_id * self.layout.block_bytes
+        start = head_bytes(self.num_blocks) + block_id * self.layout.block_bytes
         return memoryview(self._view)[start : start + self.layout.block_bytes]
+
+    def hold(self) -> memoryview:
+        """While this is held, and not released, close() leaves the blocks' addresses mapped.
+
+        LocalProtocolError where it is closed already: nothing may be read or written any more.
+        """
+        view = self._view
+        if view is None:
+            raise LocalProtocolError("the KV pool is closed")
+        return memoryview(view)
+
+    @property
+    def num_ids(self) -> int:
+        """Every block's id is below this. In an arena many of them are others' blocks."""
+        return self.num_blocks
+
+    def block_ids(self) -> list[BlockId]:
+        """The blocks that are this worker's, in order."""
+        return [BlockId(block_id) for block_id in range(self.num_blocks)]
+
+    def exchanges(self) -> list[tuple[BlockId, BlockId]]:
+        """Blocks that are another worker's now, each with the one that came for it.
+
+        Those since the last call, in order. Whoever keeps books of the blocks follows them.
+        """
+        return []
 
     def generations(self, block_ids: Iterable[BlockId]) -> list[int]:
         """The current generation of each block, to be promised to a reader."""
         return [int(self._generations[block_id]) for block_id in block_ids]
 
-    def retire(self, block_ids: Iterable[BlockId]) -> None:
-        """Mark blocks as given up. Call it before anything may write to them again."""
-        if self._view is None:
-            return  # all of them are
-        for block_id in block_ids:
-            self._generations[block_id] += 1
+    def retire(self, block_ids: Sequence[BlockId]) -> bool:
+        """Mark a request's blocks as given up, named in the order in which they were promised.
+
+        Call it before anything may write to them again. True: not yet, for some of them are another
+        worker's; follow `exchanges` and call it for what came in their place.
+        """
+        if self._view is not None:  # else all of them are
+            for block_id in block_ids:
+                self._generations[block_id] += 1
+        return False
 
     def region(self) -> ShmRegion:
         """How a process of this host reaches the pool."""
@@ -120,7 +173,7 @@ class KvPool:
             return
         self._generations += 1
         self._generations = np.zeros(0, np.uint64)  # the old ones would keep the map
-        start = _data_offset(self.num_blocks)
+        start = head_bytes(self.num_blocks)
         with contextlib.suppress(OSError):  # then the memory goes with the last map
             view.madvise(MADV_REMOVE, start, len(view) - start)
         os.close(self._fd)
@@ -134,12 +187,12 @@ class PeerPool:
         self.num_blocks = num_blocks
         self.layout = layout
         self._generations: NDArray[np.uint64] = np.frombuffer(
-            view, np.uint64, count=num_blocks, offset=_PAGE
+            view, np.uint64, count=num_blocks, offset=GENERATIONS_OFFSET
         )
 
     @classmethod
     def open(cls, region: ShmRegion, layout: KvLayout) -> Self:
-        """Map a peer's pool. `layout` is ours: the handshake made sure that theirs is equal.
+        """Map a peer's pool, which has this layout.
 
         PeerGone when it cannot be mapped, StaleIncarnation when it is another process's.
         """
@@ -148,19 +201,20 @@ class PeerPool:
             view = shared_memory.open_peer_segment(region.pid, region.fd, size_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise PeerGone(f"cannot map the KV pool of process {region.pid}: {error}") from None
-        magic, incarnation, num_blocks = _HEADER.unpack_from(view, 0)
-        expected = region.incarnation.encode()
-        if magic != _MAGIC or incarnation.rstrip(b"\0") != expected:
-            raise StaleIncarnation(f"process {region.pid} is not the worker that was announced")
-        if num_blocks != region.num_blocks:
-            raise PeerGone(f"pool of process {region.pid} has {num_blocks} blocks")
+        check_header(view, region.incarnation, region.num_blocks)
         return cls(view, region.num_blocks, layout)
 
     @property
     def base_address(self) -> int:
         """Address of the peer's block 0 in this process."""
-        return int(self._generations.ctypes.data) - _PAGE + _data_offset(self.num_blocks)
+        return int(self._generations.ctypes.data) - GENERATIONS_OFFSET + head_bytes(self.num_blocks)
 
-    def generations(self, block_ids: Iterable[int]) -> list[int]:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.layout.block_bytes
+
+    def generations(self, block_ids: BlockIds) -> list[int]:
         """The generation of each block now."""
-        return [int(self._generations[block_id]) for block_id in block_ids]
+        generations: list[int] = self._generations[as_ids(block_ids)].tolist()
+        return generations

@@ -278,16 +278,3 @@ void attend_chunk(const Decoder *decoder, const Chunk *chunk) {
 #endif
     run(decoder, chunk, &buffers, (Share){0, 1});
 }
-
-/* Copies block src_ids[i] of `src` to block dst_ids[i] of `dst`; a run of neighbours at once.
- * What the caller reads afterwards is read after the last byte: it then checks the blocks' owner. */
-void copy_blocks(char *dst, const char *src, const int32_t *dst_ids, const int32_t *src_ids,
-                 int64_t count, int64_t block_bytes) {
-    for (int64_t i = 0, end; i < count; i = end) {
-        for (end = i + 1; end < count; end++)
-            if (dst_ids[end] != dst_ids[end - 1] + 1 || src_ids[end] != src_ids[end - 1] + 1) break;
-        memcpy(dst + dst_ids[i] * block_bytes, src + src_ids[i] * block_bytes,
-               (end - i) * block_bytes);
-    }
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-}

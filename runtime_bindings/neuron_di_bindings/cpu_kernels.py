@@ -130,32 +130,8 @@ class CpuKernels:
         library.decode_step.restype = library.attend_chunk.restype = None
         library.workspace_bytes.restype = ctypes.c_int64
         library.chunk_workspace_bytes.restype = ctypes.c_int64
-        library.copy_blocks.argtypes = (ctypes.c_void_p,) * 4 + (ctypes.c_int64,) * 2
-        library.copy_blocks.restype = None
         library.num_isas.restype = ctypes.c_int64
         self.isas = _ISAS[: library.num_isas()]  # what this machine can run, the best last
-
-    def copy_blocks(
-        self,
-        destination_address: int,
-        source_address: int,
-        destination_ids: NDArray[np.int32],
-        source_ids: NDArray[np.int32],
-        block_bytes: int,
-    ) -> None:
-        """Copy block source_ids[i] of one pool to block destination_ids[i] of another, each i.
-
-        Blocks that are neighbours in both pools are copied at once. The caller checked the ids.
-        """
-        count = len(source_ids)
-        self._library.copy_blocks(
-            destination_address,
-            source_address,
-            _address(destination_ids, np.int32, (count,)),
-            _address(source_ids, np.int32, (count,)),
-            count,
-            block_bytes,
-        )
 
     def workspace_bytes(self, decoder: _Decoder, step: _Step) -> int:
         return int(self._library.workspace_bytes(decoder, step))

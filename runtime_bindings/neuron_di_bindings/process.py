@@ -1,5 +1,6 @@
 """Process ties that Python's os module does not offer (Linux)."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -19,5 +20,11 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def lower_thread_priority(nice: int) -> None:
-    """Let this process's other threads go first where they share a core (Linux nice, 0 to 19)."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    """Let this process's other threads go first where they share a core (Linux nice, 0 to 19).
+
+    A wish, which never fails: a thread that is as nice already stays as it is.
+    """
+    thread_id = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        if os.getpriority(os.PRIO_PROCESS, thread_id) < nice:
+            os.setpriority(os.PRIO_PROCESS, thread_id, nice)

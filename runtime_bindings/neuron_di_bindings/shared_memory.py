@@ -37,9 +37,18 @@ def create_segment(label: str, size_bytes: int) -> tuple[int, mmap.mmap]:
     return fd, view
 
 
+def create_private(size_bytes: int) -> mmap.mmap:
+    """As a segment, but of this process alone."""
+    view = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _populate(view)
+    return view
+
+
 def _populate(view: mmap.mmap) -> None:
     try:
-        view.madvise(_MADV_POPULATE_WRITE)
+        # In pieces: each call holds the interpreter lock, and others must run meanwhile.
+        for start in range(0, len(view), _POPULATE_BYTES):
+            view.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, len(view) - start))
     except OSError as error:
         if error.errno != errno.EINVAL:  # the memory is not there: touching it would kill us
             raise

@@ -314,26 +314,6 @@ def first_column_model(dtype, **sizes):
     return model
 
 
-def test_blocks_are_copied_each_to_its_place():
-    rng = np.random.default_rng(4)
-    source = rng.integers(0, 256, (50, 96), np.uint8)
-    source_ids = np.array([3, 4, 5, 9, 8, 7, 20, 21, 30, 31, 49, 0], np.int32)
-    scattered = np.array([0, 1, 2, 10, 11, 12, 14, 13, 40, 41, 42, 43], np.int32)
-    for destination_ids in (scattered, np.arange(12, dtype=np.int32), source_ids):
-        destination = rng.integers(0, 256, (50, 96), np.uint8)
-        expected = destination.copy()
-        expected[destination_ids] = source[source_ids]
-        cpu_kernels.load().copy_blocks(
-            destination.ctypes.data, source.ctypes.data, destination_ids, source_ids, 96
-        )
-        assert np.array_equal(destination, expected)
-
-
-def test_no_blocks_are_copied():
-    none = np.empty(0, np.int32)
-    cpu_kernels.load().copy_blocks(0, 0, none, none, 96)
-
-
 @pytest.mark.parametrize(
     ("argument", "value"),
     [

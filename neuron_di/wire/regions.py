@@ -1,0 +1,130 @@
+"""How a peer reaches a worker's KV: one member per kind of transfer engine, and its geometry.
+
+All of it comes from another process, so every number has a bound (B37), and nothing is mapped,
+registered or allocated by it before the engine has checked it against what it knows itself. A
+region is read only by who has its engine: what a newer peer offers beside it harms nobody.
+"""
+
+from typing import Annotated, Literal, Self
+
+import msgspec
+
+from neuron_di.errors import RemoteProtocolError
+from neuron_di.types import Incarnation
+from neuron_di.wire.codec import encode_msgpack
+
+OFFERS_MAX = 16
+_COUNT_MAX = 1 << 40
+ENGINE_NAME_CHARS_MAX = 32
+_WORDS_CHARS_MAX = 200  # of what was wrong with a region
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=_COUNT_MAX)]
+EngineName = Annotated[str, msgspec.Meta(min_length=1, max_length=ENGINE_NAME_CHARS_MAX)]
+# How KV came: straight into its blocks; by way of other memory, because it lies there in another
+# order; not at all, because its blocks changed their owner; or layer by layer, while the prefill
+# still computed, by way of other memory.
+KvForm = Literal["direct", "landed", "handed_over", "streamed"]
+
+
+class LayoutFields(msgspec.Struct, frozen=True, kw_only=True):
+    """A KvLayout, field by field."""
+
+    num_layers: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    num_kv_heads: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    head_dim: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+
+
+class HandoverRegion(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
+    """Blocks of an arena that several workers of this host map: only owners change."""
+
+    arena: Annotated[str, msgspec.Meta(min_length=32, max_length=32)]  # random, told by its maker
+    slot: Annotated[int, msgspec.Meta(ge=0, le=255)]  # the worker's number in the arena
+    incarnation: Incarnation
+
+
+class ShmRegion(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):
+    """A KV pool in shared memory of this host, reached as an open file of its owner."""
+
+    pid: int
+    fd: int
+    incarnation: Incarnation  # also stands in the segment's header: a reused pid is noticed
+    num_blocks: int
+    is_arena: bool = False  # it lies there, and the incarnation stands in its worker's slot
+    # A digest of where the owner runs: others need not look for its process. "": unknown.
+    host: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+class TcpRegion(msgspec.Struct, frozen=True, kw_only=True, tag="tcp"):
+    """Where a prefill worker takes data connections, and the secret that proves who connects.
+
+    A decode worker offers its own with port 0: it listens to nobody.
+    """
+
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    secret: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    num_streams: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    is_tls: bool = False
+
+    def __repr__(self) -> str:
+        return f"TcpRegion(host={self.host!r}, port={self.port})"
+
+
+class NixlRegion(msgspec.Struct, frozen=True, kw_only=True, tag="nixl"):
+    """A pool registered with a NIXL agent; `metadata` is what its peers load."""
+
+    agent: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    address: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    num_bytes: Count
+    kind: Literal["DRAM", "VRAM"] = "DRAM"
+    device: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+
+
+class CudaIpcRegion(msgspec.Struct, frozen=True, kw_only=True, tag="cuda_ipc"):
+    """A pool in one NVIDIA GPU's memory, exported to processes of the same host."""
+
+    memory_handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    event_handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    device_uuid: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    host: Annotated[str, msgspec.Meta(max_length=64)]  # a kernel's boot id: handles hold in it only
+    offset: Annotated[int, msgspec.Meta(ge=0, le=_COUNT_MAX)]  # of block 0 in the exported memory
+    num_bytes: Count
+    head: ShmRegion  # its header and generations: a segment without blocks
+    nonce: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # stands before block 0
+
+    def __repr__(self) -> str:
+        return f"CudaIpcRegion(pid={self.head.pid}, num_bytes={self.num_bytes})"
+
+
+Region = HandoverRegion | ShmRegion | TcpRegion | NixlRegion | CudaIpcRegion
+
+_region_decoder: msgspec.msgpack.Decoder[Region] = msgspec.msgpack.Decoder(Region)
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to move a worker's KV: a transfer engine, and its region, unread."""
+
+    engine: EngineName
+    region: msgspec.Raw
+
+    @classmethod
+    def of(cls, engine: str, region: Region) -> Self:
+        return cls(engine=engine, region=msgspec.Raw(encode_msgpack(region)))
+
+    def read(self) -> Region:
+        """RemoteProtocolError where it is none that this worker knows."""
+        try:
+            return _region_decoder.decode(self.region)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            words = str(error)[:_WORDS_CHARS_MAX]  # they may repeat all that was said
+            raise RemoteProtocolError(f"its region cannot be understood: {words}") from None
+
+    def __repr__(self) -> str:
+        return f"Offer({self.engine!r})"
+
+
+Offers = Annotated[list[Offer], msgspec.Meta(max_length=OFFERS_MAX)]
