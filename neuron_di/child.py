@@ -42,7 +42,8 @@ class Child:
     """A process under one name, by whatever pid. Whoever made it ends it with `end`.
 
     `command` is asked for the arguments, the program first, at each start. `on_said` hears every
-    report of every life. The child sits in a session of its own, so Ctrl-C does not reach it.
+    report of every life. The child inherits the descriptors `pass_fds`, under their numbers. It
+    sits in a session of its own, so Ctrl-C does not reach it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Child:
         command: Callable[[], Sequence[str]],
         *,
         on_said: OnReport = lambda _name, _report: None,
+        pass_fds: Callable[[], Sequence[int]] = tuple,
         backoff: Backoff | None = None,
     ) -> None:
         self.name = name
@@ -58,6 +60,7 @@ class Child:
         self.was_drained = False  # its last words were that an operator wanted it to end
         self._command = command
         self._on_said = on_said
+        self._pass_fds = pass_fds
         self._backoff = backoff or Backoff()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -81,6 +84,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
+            pass_fds=self._pass_fds(),
         )
         try:
             async with asyncio.timeout(deadline.remaining_s()):

@@ -24,6 +24,7 @@
     |- CapacityError          503: no room now; retry later
     |- DeadlinePassed         504: the time that the request had is over
     |- WorkerFailed           a step of a worker's engine, or all of it, failed: try another
+    |  `- BackendLost         what it computes on is gone: no step can succeed any more
     `- LocalProtocolError     a bug of ours: fail the request, count it, keep serving
 
 An error carries who is at fault, whether another attempt may help, and the HTTP status
@@ -212,6 +213,10 @@ class WorkerFailed(NeuronDiError):
 
     retryable = True
     code = "worker_failed"
+
+
+class BackendLost(WorkerFailed):
+    """Raised when what a worker computes on is gone, such as a process with a part of the model."""
 
 
 class LocalProtocolError(NeuronDiError):

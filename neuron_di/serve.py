@@ -23,6 +23,7 @@ from neuron_di.child import Child, OnReport, Tell, end
 from neuron_di.clock import Deadline
 from neuron_di.config import ProxyOptions, ServeOptions, WorkerOptions, flags_of
 from neuron_di.errors import NeuronDiError, PeerTimeout
+from neuron_di.kv import create_arena
 from neuron_di.obs import LaunchReport, get_logger
 from neuron_di.types import Role
 
@@ -56,13 +57,20 @@ class Fleet:
         self._etcd = options.etcd
         self._proxy = Child("proxy", self._proxy_command)
         self._roles = self._roles_asked_for()  # by name; what each worker is now
+        self._tps = {name: self._tp_of(role) for name, role in self._roles.items()}  # they stay
         self._workers = [
-            Child(name, partial(self._worker_command, index, name), on_said=self._note_role)
+            Child(
+                name,
+                partial(self._worker_command, index, name),
+                on_said=self._note_role,
+                pass_fds=lambda: () if self._arena_fd is None else (self._arena_fd,),
+            )
             for index, name in enumerate(self._roles)
         ]
         # Others may serve under the same etcd: their workers' names must not be ours.
         is_shared = bool(options.etcd.etcd) and not options.etcd.is_auto
         self._suffix = f"-{secrets.token_hex(3)}" if is_shared else ""
+        self._arena_fd: int | None = None  # in which the workers' pools lie
         self._watches: list[asyncio.Task[str]] = []
         self.url = ""
         self.model_name = options.model_name or os.path.basename(os.path.normpath(options.model))
@@ -113,6 +121,8 @@ class Fleet:
         proxy = await self._proxy.start(Deadline.after(PROXY_START_TIMEOUT_S), self._on_report)
         self.url, self._registry = proxy.url, proxy.registry or None
         self._etcd = replace(self._options.etcd, etcd=proxy.etcd)
+        if self._shares_blocks():
+            self._arena_fd = create_arena()
         deadline = Deadline.after(WORKER_START_TIMEOUT_S)
         try:
             async with asyncio.TaskGroup() as group:
@@ -125,9 +135,9 @@ class Fleet:
     async def _reachable(self, deadline: Deadline) -> None:
         """Wait until the proxy knows its workers: they announce themselves once they are ready.
 
-        Where others serve under the same etcd, it may serve without ours.
+        It may serve without some of them, or, under an etcd that others have, too, without any.
         """
-        ours = {name + self._suffix for name in self._roles} if self._suffix else set()
+        ours = {name + self._suffix for name in self._roles}
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while not deadline.has_passed():
@@ -143,12 +153,18 @@ class Fleet:
             return response.status == 200
 
     async def _known(self, session: aiohttp.ClientSession, ours: set[str]) -> set[str]:
-        """Whom the proxy has of these."""
-        if not ours:
-            return set()
+        """Whom the proxy has of these. Where it tells only who has a key: all, perhaps."""
         async with session.get(f"{self.url}/status", ssl=False) as response:
+            if response.status != 200:
+                return ours
             known = (await response.json())["workers"]
         return ours & {worker["record"]["worker_id"] for worker in known}
+
+    def _shares_blocks(self) -> bool:
+        """Whether its workers may give each other blocks instead of copies."""
+        options = self._options
+        is_wanted = options.kv_transfer.is_auto or "handover" in options.kv_transfer.transfer
+        return is_wanted and not options.combined and options.engine.device == "cpu"
 
     def _roles_asked_for(self) -> dict[str, Role]:
         options = self._options
@@ -157,6 +173,11 @@ class Fleet:
         roles: dict[str, Role] = {f"prefill-{i}": "prefill" for i in range(options.prefill)}
         roles |= {f"decode-{i}": "decode" for i in range(options.decode)}
         return roles
+
+    def _tp_of(self, role: Role) -> int:
+        options = self._options
+        by_role = {"prefill": options.prefill_tp, "decode": options.decode_tp, "both": None}
+        return by_role[role] or options.engine.tp
 
     def _note_role(self, name: str, report: LaunchReport) -> None:
         """A worker serves: in another role than before where an operator wanted that."""
@@ -184,10 +205,12 @@ class Fleet:
         options = self._options
         cores = sorted(os.sched_getaffinity(0))
         # Several workers share the cores: more threads than cores would only wait on each other.
-        threads = 1 if options.pin else max(1, len(cores) // len(self._roles))
+        threads = self._tps[name] if options.pin else max(1, len(cores) // len(self._roles))
         engine = options.engine
         if engine.threads is None:
             engine = replace(engine, threads=threads)
+        engine = replace(engine, tp=self._tps[name])
+        first_core = sum(list(self._tps.values())[:index])
         worker = WorkerOptions(
             model=options.model,
             model_name=options.model_name,
@@ -196,10 +219,12 @@ class Fleet:
             registry=self._registry,
             etcd=self._etcd,
             hand_over=options.hand_over,
+            kv_transfer=options.kv_transfer,
             drain_timeout_s=options.limits.drain_timeout_s,
-            core=cores[index % len(cores)] if options.pin else None,
+            core=cores[first_core % len(cores)] if options.pin else None,
             parent_pid=os.getpid(),
             # They share the memory that is free now; those that are ready have taken theirs.
+            kv_arena_fd=self._arena_fd,
             num_siblings=sum(not each.is_ready for each in self._workers),
             engine=engine,
             log=options.log,
@@ -213,6 +238,9 @@ class Fleet:
         if self._watches:
             await asyncio.wait(self._watches)
         await end(self._workers, END_TIMEOUT_S)
+        if self._arena_fd is not None:
+            os.close(self._arena_fd)
+            self._arena_fd = None
         for watch in self._watches:
             with contextlib.suppress(asyncio.CancelledError):
                 watch.result()  # one that had failed is our own bug: show it

@@ -4,8 +4,8 @@
     worker     role     state   model  layout      load  KV  age  peers
     prefill-0  prefill  ready   tiny   1f0c93aa…   1/8  12%   3h      2
 
-`load` is requests by slots, `peers` how many workers it has a connection to. What keeps a worker
-or a pair from being used stands below the table, a line each.
+`load` is requests by slots, `peers` how many workers it has a connection to. What moves
+KV between them, and what keeps a worker or a pair from being used, stands below the table.
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from neuron_di_proxy.status import ProxyStatus, StatusReport, WorkerReport
 from neuron_di_proxy.worker_metrics import kv_usage
 
 REFUSED_SHOWN_MAX = 8
+PEERS_SHOWN_MAX = 4
 MODEL_CHARS_MAX = 24
 WIDE_CHARS = 96  # of a terminal that has room for a long model's name
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
@@ -45,6 +46,8 @@ def _print_table(url: str, report: StatusReport) -> None:
         console.print(_table(report.workers, is_wide=console.width >= WIDE_CHARS))
     else:
         console.print("no worker has announced itself")
+    for words in lanes(report):
+        console.print(words)
     for words in notes(report):
         console.print(words)
 
@@ -69,6 +72,19 @@ def _table(workers: list[WorkerReport], *, is_wide: bool) -> Table:
     for worker in workers:
         table.add_row(*_row(worker))
     return table
+
+
+def lanes(report: StatusReport) -> Iterator[str]:
+    """What moves KV to each decode worker, and why not something else: a line for each kind."""
+    for worker in report.workers:
+        peers: dict[tuple[str, str], list[str]] = {}
+        for lane in worker.status.lanes if worker.status is not None else ():
+            peers.setdefault((lane.engine, lane.reason), []).append(lane.peer)
+        for (engine, reason), names in peers.items():
+            shown = ", ".join(sorted(names)[:PEERS_SHOWN_MAX])
+            more = f" and {len(names) - PEERS_SHOWN_MAX} more" * (len(names) > PEERS_SHOWN_MAX)
+            words = f"{worker.record.worker_id} takes KV from {shown}{more} by {engine} ({reason})"
+            yield printable(words)
 
 
 def notes(report: StatusReport) -> Iterator[str]:
@@ -122,6 +138,8 @@ def _troubles(status: WorkerStatus) -> list[str]:
         (status.num_kv_mismatched, "hand-overs with KV that was not as promised"),
         (status.num_leases_ended, "prompts whose KV nobody pulled in time"),
         (status.num_signals_refused, "signals refused"),
+        (status.num_lanes_failed, "connections to KV that broke"),
+        (status.num_fallbacks, "connections to KV by another way than the preferred"),
     )
     troubles = [f"{count} {words}" for count, words in counted if count]
     if status.num_blocks_quarantined:
@@ -133,7 +151,8 @@ def _row(worker: WorkerReport) -> list[str]:
     record, status = worker.record, worker.status
     names = [printable(record.worker_id), record.role, worker.shown_state()]
     model = record.model.rpartition("/")[2]  # without whose it is
-    kind = [printable(model), printable(shown_digest(record.layout_digest))]
+    layout = printable(shown_digest(record.layout_digest))
+    kind = [printable(model), f"{layout} tp={record.num_ranks}" if record.num_ranks > 1 else layout]
     age = "-" if worker.age_s is None else shown_duration(worker.age_s)
     if status is None:
         return [*names, *kind, "-", "-", age, "-"]

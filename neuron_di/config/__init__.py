@@ -16,6 +16,7 @@ from neuron_di.config.options import (
     WorkerOptions,
 )
 from neuron_di.config.routing import RoutingOptions, RoutingPolicy
+from neuron_di.config.transfer import TransferOptions
 from neuron_di.config.worker_addresses import WorkerAddressOptions
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "RoutingOptions",
     "RoutingPolicy",
     "ServeOptions",
+    "TransferOptions",
     "WorkerAddressOptions",
     "WorkerOptions",
     "add_flags",

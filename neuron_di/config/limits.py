@@ -155,6 +155,11 @@ class HandOverOptions:
         "(CURVE); auto does where libzmq can",
         default="auto",
     )
+    stream_layers: Literal["auto", "on", "off"] = option(
+        "whether a prompt's KV leaves layer by layer while the prefill still computes; auto does "
+        "so where it was measured to be faster, which is over a network",
+        default="auto",
+    )
     remembered_max: int = option(
         "ended requests that a worker still knows, and early look-ups that it keeps",
         default=4096,

@@ -12,6 +12,7 @@ from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
 from neuron_di.config.option import ByteSize, option
 from neuron_di.config.routing import RoutingOptions
+from neuron_di.config.transfer import TransferOptions
 from neuron_di.config.worker_addresses import WorkerAddressOptions
 from neuron_di.errors import ConfigError
 from neuron_di.types import WORKER_ID_PATTERN, Role
@@ -32,9 +33,7 @@ class EngineOptions:
         default=None,
         at_least=2,
     )
-    block_size: int = option(
-        "token positions per KV block; all workers must agree", default=16, at_least=1, at_most=1024
-    )
+    block_size: int = option("token positions per KV block", default=16, at_least=1, at_most=1024)
     num_blocks: int | None = option(
         "KV blocks in a worker's pool; none computes it from --kv-memory", default=None, at_least=1
     )
@@ -63,6 +62,13 @@ class EngineOptions:
         default=256,
         at_least=1,
         at_most=1 << 20,
+    )
+    tp: int = option(
+        "tensor-parallel ranks of a worker: processes that each have a part of the model, and "
+        "divide the worker's threads",
+        default=1,
+        at_least=1,
+        at_most=64,
     )
     threads: int | None = option(
         "threads a worker computes with; none divides the cores among the workers",
@@ -102,6 +108,15 @@ def _port(default: int) -> Any:
         default=default,
         at_least=0,
         at_most=PORT_MAX,
+    )
+
+
+def _tp(role: str) -> Any:
+    return option(
+        f"tensor-parallel ranks of a {role} worker; none takes --tp",
+        default=None,
+        at_least=1,
+        at_most=64,
     )
 
 
@@ -156,15 +171,21 @@ class WorkerOptions:
         default=None,
     )
     hand_over: HandOverOptions = field(default_factory=HandOverOptions)
+    kv_transfer: TransferOptions = field(default_factory=TransferOptions)
     drain_timeout_s: float = option(
         "seconds that running requests get to finish at shutdown", default=60.0, at_least=0
     )
     core: int | None = option(
-        "CPU core to pin the worker to; none lets the system choose", default=None, at_least=0
+        "CPU core to pin the worker to, and with --tp those after it; none lets the system choose",
+        default=None,
+        at_least=0,
     )
     parent_pid: int | None = _parent_pid()
     num_siblings: int = option(
         "workers that start on this machine at the same time", default=1, at_least=1, hidden=True
+    )
+    kv_arena_fd: int | None = option(
+        "open file in which the pools of several workers lie", default=None, at_least=0, hidden=True
     )
     addresses: WorkerAddressOptions = field(default_factory=WorkerAddressOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -232,13 +253,18 @@ class ServeOptions:
     model: str = _model()
     prefill: int = option("number of prefill workers", default=1, at_least=1, at_most=64)
     decode: int = option("number of decode workers", default=1, at_least=1, at_most=64)
+    prefill_tp: int | None = _tp("prefill")
+    decode_tp: int | None = _tp("decode")
     combined: bool = option("instead, one worker that does both prefill and decode", default=False)
-    pin: bool = option("give each worker a CPU core of its own", default=False)
+    pin: bool = option(
+        "give each worker, and each rank of one, a CPU core of its own", default=False
+    )
     model_name: str | None = _model_name()
     host: str = _host()
     port: int = _port(8000)
     etcd: EtcdOptions = field(default_factory=EtcdOptions)
     hand_over: HandOverOptions = field(default_factory=HandOverOptions)
+    kv_transfer: TransferOptions = field(default_factory=TransferOptions)
     front: FrontOptions = field(default_factory=FrontOptions)
     limits: LimitOptions = field(default_factory=LimitOptions)
     routing: RoutingOptions = field(default_factory=RoutingOptions)

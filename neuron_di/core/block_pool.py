@@ -2,15 +2,21 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self
 
 from neuron_di.core.require import require
 from neuron_di.errors import CapacityError, LocalProtocolError
 from neuron_di.types import BlockId
 
-FREE = 1
+# One byte per block id. Where blocks change owner, ids are of all workers' blocks together.
 TAKEN = 0
+FREE = 1
+FOREIGN = 2  # another worker's
 FREE_RUN = re.compile(rb"\x01+")  # a run of FREE bytes; finds all runs of 100,000 blocks in C
+
+# A block that is another worker's now, and the one that came for it.
+Exchange = tuple[BlockId, BlockId]
 
 
 class BlockPool:
@@ -20,9 +26,24 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        """A pool of the blocks 0 to `num_blocks`."""
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self._states = bytearray([FREE]) * num_blocks  # one byte per block
+        self._states = bytearray([FREE]) * num_blocks
+        self._exchanges: Callable[[], list[Exchange]] = list
+
+    @classmethod
+    def of(
+        cls, block_ids: Sequence[BlockId], exchanges: Callable[[], list[Exchange]] = list
+    ) -> Self:
+        """A pool of these blocks. `exchanges` says which have changed hands since it was asked."""
+        pool = cls(max(block_ids, default=-1) + 1)
+        pool._states = bytearray([FOREIGN]) * pool.num_blocks
+        for block_id in block_ids:
+            pool._states[block_id] = FREE
+        pool.num_blocks = pool.num_free = pool._states.count(FREE)
+        pool._exchanges = exchanges
+        return pool
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Take blocks; the caller owns them until it frees them. CapacityError: takes none.
@@ -47,11 +68,37 @@ class BlockPool:
         """Give blocks back. LocalProtocolError unless all of them are taken, each named once."""
         require(len(set(block_ids)) == len(block_ids), "a block is freed twice at once")
         for block_id in block_ids:
-            if not 0 <= block_id < self.num_blocks or self._states[block_id] == FREE:
+            if self._state_of(block_id) != TAKEN:
                 raise LocalProtocolError(f"block {block_id} is free already, or not of this pool")
         for block_id in block_ids:
             self._states[block_id] = FREE
         self.num_free += len(block_ids)
+
+    def follow_exchanges(self, owned: Iterable[list[BlockId]]) -> None:
+        """Put what came for a block in its place, here and in the lists of whoever owns blocks.
+
+        Blocks that changed hands are taken, and stay so. LocalProtocolError where they are not.
+        """
+        exchanges = self._exchanges()
+        if not exchanges:
+            return
+        places = {
+            block_id: (block_ids, index)
+            for block_ids in owned
+            for index, block_id in enumerate(block_ids)
+        }
+        for went, came in exchanges:
+            require(went in places, f"block {went} went, and nobody here had it")
+            require(self._state_of(came) == FOREIGN, f"block {came} came, and was here already")
+            block_ids, index = places[came] = places.pop(went)
+            block_ids[index] = came
+            self._states[went] = FOREIGN
+            if came >= len(self._states):
+                self._states += bytes([FOREIGN]) * (came + 1 - len(self._states))
+            self._states[came] = TAKEN
+
+    def _state_of(self, block_id: BlockId) -> int:
+        return self._states[block_id] if 0 <= block_id < len(self._states) else FOREIGN
 
     def check_integrity(self, owned: Iterable[Sequence[BlockId]]) -> None:
         """Raise LocalProtocolError unless free and owned blocks are every block exactly once."""
@@ -59,7 +106,9 @@ class BlockPool:
         accounted = bytearray(self._states)
         for block_ids in owned:
             for block_id in block_ids:
-                if not 0 <= block_id < self.num_blocks or accounted[block_id]:
+                if self._state_of(block_id) == FOREIGN or accounted[block_id] != TAKEN:
                     raise LocalProtocolError(f"block {block_id} is free, owned twice or foreign")
                 accounted[block_id] = 1
-        require(all(accounted), f"{accounted.count(0)} blocks are neither free nor owned")
+        require(all(accounted), f"{accounted.count(TAKEN)} blocks are neither free nor owned")
+        num_here = len(accounted) - accounted.count(FOREIGN)
+        require(num_here == self.num_blocks, f"{num_here} blocks of {self.num_blocks} are here")

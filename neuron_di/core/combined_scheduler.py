@@ -81,6 +81,9 @@ class CombinedScheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
+    def follow_exchanges(self) -> None:
+        self._pool.follow_exchanges(request.block_ids for request in self._running)
+
     def is_idle(self) -> bool:
         """True when no request is left; then every block is free."""
         return not (self._waiting or self._running)

@@ -111,6 +111,10 @@ class DecodeScheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
+    def follow_exchanges(self) -> None:
+        """Of requests that are received: their KV lies in blocks that came for their own."""
+        self._pool.follow_exchanges(request.block_ids for request in self._transferring)
+
     def is_idle(self) -> bool:
         """True when no request is left and no block is quarantined; then every block is free."""
         is_empty = not (self._waiting or self._transferring or self._running)
@@ -141,12 +145,18 @@ class DecodeScheduler:
         self._pool.check_integrity([*owned, *self._quarantine.owned()])
 
     def _join_received(self) -> None:
-        for request, token in list(self._transferring.items()):
-            if token is not None and token.is_done() and token.error() is None:
-                del self._transferring[request]
-                request.num_computed = request.num_prefilled
-                request.status = RequestStatus.RUNNING
-                self._running.append(request)
+        received = [
+            request
+            for request, token in self._transferring.items()
+            if token is not None and token.is_done() and token.error() is None
+        ]
+        # After that look at the tokens: none of these runs on blocks that it has no more.
+        self.follow_exchanges()
+        for request in received:
+            del self._transferring[request]
+            request.num_computed = request.num_prefilled
+            request.status = RequestStatus.RUNNING
+            self._running.append(request)
 
     def _admit_waiting(self) -> None:
         while len(self._transferring) + len(self._running) < self._batch_size:

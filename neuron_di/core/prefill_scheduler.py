@@ -103,6 +103,10 @@ class PrefillScheduler:
         """
         self._leave(request, reason, held_by)
 
+    def follow_exchanges(self) -> None:
+        """Of parked requests: a decode worker took their blocks and gave others."""
+        self._pool.follow_exchanges(request.block_ids for request in self._transferring)
+
     def is_idle(self) -> bool:
         """True when no request is left and no block is quarantined; then every block is free."""
         is_empty = not (self._waiting or self._running or self._transferring)

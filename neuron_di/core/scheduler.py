@@ -53,6 +53,10 @@ class Scheduler(Protocol):
         """
         ...
 
+    def follow_exchanges(self) -> None:
+        """Name the blocks that came in the place of those that are another worker's now."""
+        ...
+
     def is_idle(self) -> bool:
         """True when no request is left and every block is free."""
         ...

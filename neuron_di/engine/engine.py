@@ -10,10 +10,9 @@ Next: neuron_di/transfer/send_buffer.py
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from neuron_di.backends import Backend
+from neuron_di.backends import Backend, LayerHook
 from neuron_di.clock import now_s
 from neuron_di.core import (
     BlockCount,
@@ -34,9 +33,11 @@ from neuron_di.engine.events import (
     PrefillParked,
     Timing,
 )
+from neuron_di.engine.live import Live
 from neuron_di.engine.prompt_scores import PromptScores
 from neuron_di.engine.sampler import SampledToken, describe_logprobs, sample
 from neuron_di.errors import (
+    BackendLost,
     ClientError,
     LocalProtocolError,
     NeuronDiError,
@@ -56,14 +57,6 @@ _log = get_logger(__name__)
 
 # Asks the transfer side to fill an admitted request's blocks. Must return at once.
 StartTransfer = Callable[[Request], CompletionToken]
-
-
-@dataclass(slots=True)
-class _Live:
-    request: Request
-    timing: Timing = field(default_factory=Timing)
-    since_s: float = field(default_factory=now_s)  # when the current phase began
-    prompt: PromptScores | None = None  # where the client asked for a report
 
 
 class Engine:
@@ -96,11 +89,13 @@ class Engine:
         self._on_failure = on_failure
         self._start_transfer = start_transfer
         self._notify = notify
+        self.watch_layers: Callable[[PrefillChunk], LayerHook | None] = lambda _: None  # per chunk
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._live: dict[Key, _Live] = {}
+        self._live: dict[Key, Live] = {}
         self._events: list[EngineEvent] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_stopping = False
+        backend.watch(self._lose)
         self.num_steps = 0
         self.blocks: BlockCount = scheduler.count_blocks()  # replaced after each turn
         self.has_failed = False  # by a bug of ours: from then on every request is refused
@@ -151,6 +146,13 @@ class Engine:
         self._inbox.put(message)
         if self._notify is not None:
             self._notify()
+
+    def _lose(self, error: BackendLost) -> None:
+        def fail() -> None:
+            if not self.has_failed:
+                raise error
+
+        self._put(fail)
 
     # The loop. Everything below runs on the engine's thread.
 
@@ -211,6 +213,8 @@ class Engine:
                 if is_watched() and any(len(each.generated) >= 3 for each in plan.requests):
                     reach("decoding")
                 logits = self._backend.decode(plan)
+        except BackendLost:
+            raise  # no other step can succeed either
         except Exception as error:  # one bad step must not end the other requests
             for request in _requests_of(plan):
                 self._fail(request, error)
@@ -219,10 +223,12 @@ class Engine:
         return logits
 
     def _prefill(self, chunk: PrefillChunk) -> "Tensor | None":
+        after_layer = self.watch_layers(chunk)
+        hooks: dict[str, Any] = {} if after_layer is None else {"after_layer": after_layer}
         prompt = self._live[chunk.request.key].prompt
-        if prompt is None or not prompt.needs_logits or chunk.is_replay:
-            return self._backend.prefill(chunk)
-        return self._backend.prefill(chunk, read_logits=prompt.read)
+        if prompt is not None and prompt.needs_logits and not chunk.is_replay:
+            hooks["read_logits"] = prompt.read
+        return self._backend.prefill(chunk, **hooks)
 
     def _postprocess(self, plan: StepPlan, logits_BV: "Tensor") -> None:
         for row, request in enumerate(_requests_of(plan)):
@@ -295,12 +301,17 @@ class Engine:
         Those that go into quarantine are marked now, too: a reader sees that they were given up.
         """
         self._backend.quiesce(request.block_ids)
-        self._backend.pool.retire(request.block_ids)
+        self._retire(request)
         if isinstance(self._scheduler, PrefillScheduler):
             self._scheduler.finish(request, reason, held_by)
         else:
             self._scheduler.finish(request, reason)
         del self._live[request.key]
+
+    def _retire(self, request: Request) -> None:
+        """Mark its blocks as given up: those that came, where blocks of it are another worker's."""
+        while self._backend.pool.retire(request.block_ids):
+            self._scheduler.follow_exchanges()
 
     def _break(self, request: Request, error: NeuronDiError) -> None:
         self._finish(request, "error")
@@ -327,7 +338,7 @@ class Engine:
         except NeuronDiError as refusal:
             self._events.append(Broken(request.key, refusal))
         else:
-            self._live[request.key] = live = _Live(request)
+            self._live[request.key] = live = Live(request)
             if request.prompt_wish is not None:
                 live.prompt = PromptScores(request, request.prompt_wish, self._tokenizer)
 
@@ -353,7 +364,7 @@ class Engine:
     def _release(self, key: Key) -> None:
         assert isinstance(self._scheduler, PrefillScheduler)
         if (live := self._live.pop(key, None)) is not None:
-            self._backend.pool.retire(live.request.block_ids)
+            self._retire(live.request)
             self._scheduler.release(live.request)
 
     def _stop(self) -> None:

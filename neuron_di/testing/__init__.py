@@ -5,6 +5,7 @@
     network          latency, partitions; sim_link and sim_legs run over it, with faults
     sim_link         the signal link in memory: SignalTransport
     fake_transfer    a TransferEngine with every way a copy can go wrong
+    fake_handover    a HandoverEngine on virtual time, and an arena of simulated processes
     fake_model       a Backend whose tokens depend on each byte of KV
     conformance      two OpenAI endpoints, compared field by field: `neuron-di conformance`
     swarm, sim       whole clusters, one seed each: `python -m neuron_di.testing.sim`

@@ -8,7 +8,7 @@ It costs microseconds.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from mmap import mmap
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from neuron_di.backends.backend import LayerHook
+from neuron_di.backends.backend import LayerHook, OnLost
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.kv import KvLayout, KvPool, segment_bytes
 from neuron_di.models import ReadLogits
@@ -65,23 +65,39 @@ class _FakeLayout(KvLayout):
 
 @cache
 def fake_layout(block_size: int) -> KvLayout:
-    """8 bytes per position: one hash."""
+    """8 bytes per position: one hash, half of it in K, half in V."""
     return _FakeLayout(
         num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32"
     )
 
 
-class FakePool(KvPool):
-    """A KvPool in private memory. `words_NS` is its blocks, one number per position."""
+class HalvesPool(KvPool):
+    """A KvPool that a FakeBackend can use. `halves_N2S` is its blocks: of each position's number
+    K has the lower half and V the upper."""
+
+    halves_N2S: npt.NDArray[np.uint32]
+
+    def read(self, block_ids: Sequence[BlockId], num_positions: int) -> npt.NDArray[np.uint64]:
+        """The numbers of a request's first positions."""
+        halves_2N = self.halves_N2S[block_ids].transpose(1, 0, 2).reshape(2, -1)[:, :num_positions]
+        lower, upper = halves_2N.astype(np.uint64)
+        kv: npt.NDArray[np.uint64] = lower | upper << np.uint64(32)
+        return kv
+
+    def write(self, block_id: BlockId, place: int, kv: int) -> None:
+        """The number of one position of a block."""
+        self.halves_N2S[block_id, :, place] = kv & 0xFFFFFFFF, kv >> 32
+
+
+class FakePool(HalvesPool):
+    """In private memory. `all_bytes` are those of its blocks."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> None:
         memory = mmap(-1, segment_bytes(layout, num_blocks))
         super().__init__(layout, num_blocks, incarnation, -1, memory)
-        block_bytes = num_blocks * layout.block_bytes
-        flat = np.frombuffer(
-            memory, np.uint64, count=block_bytes // 8, offset=len(memory) - block_bytes
-        )
-        self.words_NS = flat.reshape(num_blocks, layout.block_size)
+        num_bytes = num_blocks * layout.block_bytes
+        self.all_bytes = np.frombuffer(memory, np.uint8, offset=len(memory) - num_bytes)
+        self.halves_N2S = self.all_bytes.view(np.uint32).reshape(num_blocks, 2, layout.block_size)
 
     def region(self) -> ShmRegion:
         """Not reached through the operating system: `fake_transfer` finds it by incarnation."""
@@ -104,10 +120,12 @@ class FakeBackend:
         num_blocks: int,
         incarnation: Incarnation,
         faults: Faults | None = None,
+        make_pool: Callable[[KvLayout, int, Incarnation], HalvesPool] = FakePool,
     ) -> None:
         self.layout = fake_layout(block_size)
         self.num_vocab = NUM_VOCAB
-        self._own_pool = FakePool(self.layout, num_blocks, incarnation)
+        self._make_pool = make_pool
+        self._own_pool = make_pool(self.layout, num_blocks, incarnation)
         self.pool: KvPool = self._own_pool
         self._faults = faults or Faults(random.Random(0))
 
@@ -145,11 +163,14 @@ class FakeBackend:
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Every write has been made when a step returns."""
 
+    def watch(self, on_lost: OnLost) -> None:
+        """It is never lost."""
+
     def close_pool(self) -> None:
         self.pool.close()
 
     def open_pool(self, num_blocks: int, incarnation: Incarnation) -> None:
-        self._own_pool = FakePool(self.layout, num_blocks, incarnation)
+        self._own_pool = self._make_pool(self.layout, num_blocks, incarnation)
         self.pool = self._own_pool
 
     def close(self) -> None:
@@ -159,16 +180,19 @@ class FakeBackend:
         self, block_ids: Sequence[BlockId], start: int, ids: Sequence[int], kernel: int
     ) -> None:
         """Write the KV of these ids, from position `start` on."""
-        words, size = self._own_pool.words_NS, self.layout.block_size
-        kv = int(words[block_ids[(start - 1) // size], (start - 1) % size]) if start else 0
+        pool, size = self._own_pool, self.layout.block_size
+        kv = 0
+        if start:
+            lower, upper = pool.halves_N2S[block_ids[(start - 1) // size], :, (start - 1) % size]
+            kv = int(lower) | int(upper) << 32
         for place, token_id in enumerate(ids, start):
             kv = position_kv(kv, token_id, kernel)
-            words[block_ids[place // size], place % size] = kv
+            pool.write(block_ids[place // size], place % size, kv)
 
     def _logits(self, request: Request, num_positions: int, kernel: int) -> npt.NDArray[np.float32]:
         num_blocks = self.layout.num_blocks_for(num_positions)
-        words = self._own_pool.words_NS[request.block_ids[:num_blocks]].reshape(-1)
-        return logits_row(words[:num_positions], kernel)
+        kv = self._own_pool.read(request.block_ids[:num_blocks], num_positions)
+        return logits_row(kv, kernel)
 
 
 class FakeTokenizer(Tokenizer):

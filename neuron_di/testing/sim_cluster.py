@@ -6,6 +6,8 @@ from contextvars import Context
 from dataclasses import dataclass, field
 
 from neuron_di.engine import Key
+from neuron_di.testing.fake_handover import FakeArena, FakeArenaPool
+from neuron_di.testing.fake_model import fake_layout
 from neuron_di.testing.fake_transfer import Fabric
 from neuron_di.testing.faults import Faults
 from neuron_di.testing.network import Network
@@ -61,7 +63,7 @@ def _asked_by(worker: Worker) -> list[Key]:
     waiting = (ReceiverState.ASKING, ReceiverState.HELD)
     return [
         key
-        for buffer in connector.connection_dict.values()
+        for buffer in connector.buffers()
         for key, entry in buffer._entries.items()  # noqa: SLF001
         if entry.state in waiting
     ]
@@ -73,12 +75,15 @@ def _kept_by(worker: Worker, name: str) -> list[str]:
     if connector is None:
         return []
     found = []
-    buffers = list(connector.connection_dict.values())
+    buffers = connector.buffers()
     if num_entries := sum(len(buffer._entries) for buffer in buffers):  # noqa: SLF001
         found.append(f"{name}: {num_entries} hand-overs in its RecvBuffers")
     sender = connector._send_buffer  # noqa: SLF001
     if sender is not None and sender.lookup_dict:
         found.append(f"{name}: {len(sender.lookup_dict)} hand-overs in its SendBuffer")
+    connector.landing.check_integrity()
+    if connector.landing.num_bytes_asked:
+        found.append(f"{name}: {connector.landing.num_bytes_asked} bytes of landing memory taken")
     transport = connector._transport  # noqa: SLF001
     assert isinstance(transport, SimTransport)
     num_used = sum(not buffer.is_broken for buffer in buffers) + (sender is not None)
@@ -99,10 +104,12 @@ class Cluster:
         )
         self.network = Network(self.loop, faults, rng)
         self.network.latency_s_mean = options.latency_s
+        layout = fake_layout(options.engine.block_size)
         self.world = World(
             network=self.network,
             signals=SignalNetwork(self.network),
             fabric=Fabric(self.network),
+            arena=FakeArena(self.network, layout) if options.has_arena else None,
             options=options,
             servers={},
             registry_of=lambda: self.proxy.registry,
@@ -122,6 +129,11 @@ class Cluster:
             counts[role] += 1
             self.workers.append(place)
             place.start()
+
+    def close(self) -> None:
+        self.loop.close()
+        if self.world.arena is not None:
+            self.world.arena.close()
 
     def check_later(self, request: str) -> None:
         """This request has ended: look in a while whether everybody knows."""
@@ -154,6 +166,9 @@ class Cluster:
                     f"{status.num_blocks_quarantined} quarantined)"
                 )
             found += _kept_by(worker, place.name)
+            pool = worker._model.backend.pool  # noqa: SLF001 - what a leak is, is inside
+            if isinstance(pool, FakeArenaPool) and (doubts := pool.doubts()):
+                found.append(f"{place.name}: blocks {doubts} are another worker's, too")
             busy = (status.num_waiting, status.num_running, status.num_transferring)
             if len(worker.legs) or any(busy):
                 found.append(f"{place.name}: {len(worker.legs)} legs, requests {busy}")

@@ -7,7 +7,8 @@ from neuron_di.config import EngineOptions, HandOverOptions, LimitOptions
 from neuron_di.testing.workload import CONTEXT_TOKENS
 from neuron_di.types import Role
 
-TWO_SIDED_SHARE = 0.0
+TWO_SIDED_SHARE = 0.2
+ARENA_SHARE = 0.3  # of what is left, where blocks are alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +24,23 @@ class ClusterOptions:
     latency_s: float
     is_two_sided: bool
     has_self_test: bool
+    decode_block_size: int | None = None  # None: as prefill workers have it
+    landing_bytes: int | None = None
+    has_arena: bool = False  # blocks change owner
+
+    def block_size(self, role: Role) -> int:
+        own = self.decode_block_size if role == "decode" else None
+        return own or self.engine.block_size
+
+    def num_blocks_of(self, role: Role) -> int:
+        """As many tokens for each role."""
+        return -(-self.num_blocks * self.engine.block_size // self.block_size(role))
 
 
 def draw_options(rng: random.Random) -> ClusterOptions:
     """Sizes and limits of one run."""
+    # What was found by a seed stays there: these draws do not move the others.
+    aside = random.Random(repr(rng.getstate()))
     block_size = rng.choice((1, 2, 4, 16))
     fewest = -(-CONTEXT_TOKENS // block_size)
     engine = EngineOptions(
@@ -36,7 +50,7 @@ def draw_options(rng: random.Random) -> ClusterOptions:
         chunk_tokens=rng.choice((1, 4, 512)),
         waiting_max=rng.choice((1, 4, 256, 256, 256)),
     )
-    return ClusterOptions(
+    drawn = ClusterOptions(
         roles=_draw_roles(rng),
         engine=engine,
         num_blocks=fewest * rng.choice((1, 2, 6)),
@@ -46,7 +60,13 @@ def draw_options(rng: random.Random) -> ClusterOptions:
         latency_s=rng.choice((0.0001, 0.001, 0.02)),
         is_two_sided=rng.random() < TWO_SIDED_SHARE,
         has_self_test=rng.random() < 0.2,
+        decode_block_size=aside.choice((None, None, None, 1, 2, 4, 16)),
+        landing_bytes=aside.choice((4096, 3 * 4096, None)),
     )
+    hand_over = replace(drawn.hand_over, stream_layers=aside.choice(("on", "off")))
+    are_alike = drawn.decode_block_size in (None, block_size) and not drawn.is_two_sided
+    has_arena = aside.random() < ARENA_SHARE and are_alike
+    return replace(drawn, hand_over=hand_over, has_arena=has_arena)
 
 
 def default_options(roles: tuple[Role, ...]) -> ClusterOptions:
@@ -66,9 +86,11 @@ def default_options(roles: tuple[Role, ...]) -> ClusterOptions:
 
 def draw_single_fault_options(rng: random.Random) -> ClusterOptions:
     """A cluster of defaults in which any one worker can be spared."""
+    aside = random.Random(repr(rng.getstate()))
     two: list[Role] = ["prefill", "prefill", "decode", "decode"]
     options = default_options(tuple(two))
-    return replace(options, step_s=rng.choice((0.001, 0.01, 0.05)))
+    step_s = rng.choice((0.001, 0.01, 0.05))
+    return replace(options, step_s=step_s, has_arena=aside.random() < ARENA_SHARE)
 
 
 def _draw_roles(rng: random.Random) -> tuple[Role, ...]:

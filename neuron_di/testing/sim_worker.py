@@ -9,11 +9,12 @@ from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
 
-from neuron_di.config import WorkerOptions
+from neuron_di.config import ByteSize, TransferOptions, WorkerOptions
 from neuron_di.core import BlockCount
 from neuron_di.engine import Engine
 from neuron_di.errors import ConfigError, LocalProtocolError, NeuronDiError, WorkerFailed
 from neuron_di.registry import Announcer, EmbeddedRegistry
+from neuron_di.testing.fake_handover import FakeArena, FakeArenaPool, FakeHandoverEngine
 from neuron_di.testing.fake_model import EOS_ID, FakeBackend, FakePool, FakeTokenizer
 from neuron_di.testing.fake_transfer import Fabric, FakeTransferEngine
 from neuron_di.testing.network import Network
@@ -24,6 +25,7 @@ from neuron_di.testing.sim_options import ClusterOptions
 from neuron_di.testing.sim_rpc import SimRegistryClient
 from neuron_di.testing.virtual_loop import Process
 from neuron_di.testing.workload import CONTEXT_TOKENS
+from neuron_di.transfer import TransferEngine
 from neuron_di.types import Incarnation, Role
 from neuron_di.wire import record_decoder
 from neuron_di.wire.admin import DrainOrder, PrepareRole
@@ -50,6 +52,7 @@ class World:
     network: Network
     signals: SignalNetwork
     fabric: Fabric
+    arena: FakeArena | None
     options: ClusterOptions
     servers: dict[tuple[str, int], Server]
     registry_of: Callable[[], EmbeddedRegistry]
@@ -176,8 +179,11 @@ class SimWorker:
             raise ConfigError("an injected fault")
         incarnation = Incarnation(f"{self.name}.life{self.num_lives}.{epoch}")
         driver = _EngineDriver(world, process)
+        landing = ByteSize(options.landing_bytes) if options.landing_bytes else None
 
-        def make_transfer(pool: object) -> FakeTransferEngine:
+        def make_transfer(pool: object) -> TransferEngine:
+            if isinstance(pool, FakeArenaPool):
+                return FakeHandoverEngine(world.network, process, pool)
             assert isinstance(pool, FakePool)
             return FakeTransferEngine(
                 world.fabric, process, pool, is_two_sided=options.is_two_sided
@@ -192,9 +198,14 @@ class SimWorker:
                 port=self.address[1],
                 signal_port=self._signal_port,
                 hand_over=options.hand_over,
-                engine=replace(options.engine, num_blocks=options.num_blocks),
+                kv_transfer=TransferOptions(landing_memory=landing),
+                engine=replace(
+                    options.engine,
+                    block_size=options.block_size(role),
+                    num_blocks=options.num_blocks_of(role),
+                ),
             ),
-            self._model(incarnation),
+            self._model(role, incarnation),
             WorkerParts(
                 make_transfer=make_transfer,
                 make_transport=lambda: SimTransport(world.signals, process),
@@ -229,8 +240,8 @@ class SimWorker:
         async with Announcer(registry, worker.record, ttl_s=ANNOUNCE_TTL_S) as announcer:
             yield announcer
 
-    def _model(self, incarnation: Incarnation) -> LoadedModel:
-        options = self._world.options
+    def _model(self, role: Role, incarnation: Incarnation) -> LoadedModel:
+        options, arena = self._world.options, self._world.arena
         return LoadedModel(
             name=MODEL,
             digest="fake-model",
@@ -239,10 +250,11 @@ class SimWorker:
             eos_token_ids=(EOS_ID,),
             tokenizer=_TOKENIZER,
             backend=FakeBackend(
-                block_size=options.engine.block_size,
-                num_blocks=options.num_blocks,
+                block_size=options.block_size(role),
+                num_blocks=options.num_blocks_of(role),
                 incarnation=incarnation,
                 faults=self._world.network.faults,
+                make_pool=FakePool if arena is None else partial(arena.join, self.name),
             ),
         )
 

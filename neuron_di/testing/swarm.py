@@ -78,7 +78,7 @@ def _run(cluster: Cluster, seed: int, with_trace: bool, num_clients: int, is_sin
     if with_trace or failures:
         run.lines = tuple(lines_of(cluster))
         run.trace_digest = hashlib.sha256("\n".join(run.lines).encode()).hexdigest()
-    cluster.loop.close()
+    cluster.close()
     return run
 
 

@@ -16,17 +16,18 @@ import msgspec
 from neuron_di.clock import now_s
 from neuron_di.config import HandOverOptions
 from neuron_di.errors import PeerRefused
-from neuron_di.kv import BlockMemory
+from neuron_di.kv import KvPool
 from neuron_di.obs import get_logger
 from neuron_di.transfer.admission import Admission
 from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.door import Guard
 from neuron_di.transfer.identity import LocalWorker
+from neuron_di.transfer.landing import Landing
+from neuron_di.transfer.lanes import Lane, LaneSet
 from neuron_di.transfer.recv_buffer import RecvBuffer
 from neuron_di.transfer.send_buffer import OnEnd, SendBuffer
 from neuron_di.transfer.signal_keys import SignalKeys
 from neuron_di.transfer.signal_link import SignalTransport, ZmqTransport
-from neuron_di.transfer.transfer_engine import TransferEngine
 from neuron_di.types import Incarnation
 from neuron_di.wire import PeerAddress
 
@@ -34,6 +35,10 @@ _log = get_logger(__name__)
 
 # Of the time that a decode worker waits for a connection: prefill's "no" must reach it before.
 _PATIENCE_SHARE = 0.8
+# Landing memory, where nobody says how much: what the pool can hold fits, in wider numbers, too. It
+# is more than this only where a single prompt may be.
+LANDING_SHARE = 2
+LANDING_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,8 @@ class ConnectorOptions:
     static_peer: str | None = None
     static_peer_key: str | None = None
     has_directory: bool = False
+    landing_bytes: int | None = None  # None: by the pool's size and the longest prompt
+    landing_bytes_max: int = LANDING_BYTES  # where nobody says how much
     keys: SignalKeys | None = None
 
 
@@ -63,25 +70,23 @@ class NeuronConnector:
     """Owns the signal transport and every buffer of one worker. Lives on its event loop.
 
     `on_change` is called with each RecvBuffer that connected or broke. `admission` says whose
-    keys a prefill worker lets in; None where nothing is encrypted. `memory` is this worker's
-    pool, of blocks of `block_bytes`: what was received there is verified before it is used.
+    keys a prefill worker lets in; None where nothing is encrypted. `pool` is this worker's: what
+    was received there is verified before it is used.
     """
 
     def __init__(
         self,
         local: LocalWorker,
-        transfer: TransferEngine,
-        memory: BlockMemory,
+        lanes: LaneSet,
+        pool: KvPool,
         options: ConnectorOptions,
         *,
-        block_bytes: int,
         transport: SignalTransport | None = None,
     ) -> None:
         self._local = local
-        self._transfer = transfer
-        self._memory = memory
+        self._lanes = lanes
+        self._pool = pool
         self._options = options
-        self._block_bytes = block_bytes
         self._transport = transport or ZmqTransport()
         self._send_buffer: SendBuffer | None = None
         self._num_connections = 0
@@ -92,7 +97,9 @@ class NeuronConnector:
             if options.has_directory:
                 self.admission.set_owners({})
         self.counters = HandOverCounters()
+        self.landing = _landing(lanes, pool, options)
         self.connection_dict: dict[tuple[str, int, Incarnation], RecvBuffer] = {}
+        self._retired: list[RecvBuffer] = []  # each until its last request is over
 
     def open_send_buffer(self, on_end: OnEnd) -> SendBuffer:
         """Prefill, once at start: bind the signal link."""
@@ -100,7 +107,7 @@ class NeuronConnector:
         options = self._options
         self._send_buffer = SendBuffer(
             self._local,
-            self._transfer,
+            self._lanes,
             self._transport,
             host=options.signal_host,
             port=options.signal_port,
@@ -139,18 +146,21 @@ class NeuronConnector:
         # the two is gone, the handshake or silence will show.
         key = (peer.signal_host, peer.signal_port, peer.incarnation)
         buffer = self.connection_dict.get(key)
+        if buffer is not None and buffer.is_retired:
+            self._retired.append(self.connection_dict.pop(key))
+            buffer = None
         if buffer is None:
             self._num_connections += 1
             buffer = RecvBuffer(
                 self._local,
-                self._transfer,
+                self._lanes,
+                self.landing,
                 self._transport,
-                self._memory,
+                self._pool,
                 peer,
                 limits=self._options.limits,
                 counters=self.counters,
                 connection=self._num_connections,
-                block_bytes=self._block_bytes,
                 keys=self._options.keys,
                 on_connected=self._on_connected,
                 on_broken=self._on_broken,
@@ -184,12 +194,23 @@ class NeuronConnector:
         key = (peer.signal_host, peer.signal_port, peer.incarnation)
         if self.connection_dict.get(key) is broken:
             del self.connection_dict[key]
-        if not any(other.peer.incarnation == peer.incarnation for other in self._buffers()):
-            self._transfer.disconnect(peer.incarnation)
+        if broken in self._retired:
+            self._retired.remove(broken)
+        others = [b for b in self._buffers() if b.peer.incarnation == peer.incarnation]
+        if not others:
+            self._lanes.disconnect(peer.incarnation)
+        elif broken.lane is not None and not any(
+            other.lane is None or other.lane.name == broken.lane.name for other in others
+        ):
+            broken.lane.engine.disconnect(peer.incarnation)  # the others go by another way
         self.on_change(broken)
 
+    def buffers(self) -> list[RecvBuffer]:
+        """All there are, with those that are retired."""
+        return [*self.connection_dict.values(), *self._retired]
+
     def _buffers(self) -> list[RecvBuffer]:
-        return [buffer for buffer in self.connection_dict.values() if not buffer.is_broken]
+        return [buffer for buffer in self.buffers() if not buffer.is_broken]
 
     def connections(self) -> list[str]:
         """Worker ids of the peers that KV can be moved from or to now."""
@@ -198,13 +219,17 @@ class NeuronConnector:
             peers.update(self._send_buffer.peers)
         return sorted(peers)
 
+    def lanes(self) -> list[tuple[PeerAddress, Lane]]:
+        """Decode: the peers that are connected, each with what moves its KV."""
+        return [(b.peer, b.lane) for b in self._buffers() if b.is_connected and b.lane is not None]
+
     def lease_left_s(self) -> float | None:
         """Seconds until the last KV is given up that nobody pulls; None: none is parked."""
         return self._send_buffer.lease_left_s() if self._send_buffer is not None else None
 
     def close(self) -> None:
         """Close every link, then the transport. Once, on the loop; then `wait_closed` off it."""
-        for buffer in list(self.connection_dict.values()):
+        for buffer in self.buffers():
             buffer.close()
         if self._send_buffer is not None:
             self._send_buffer.close()
@@ -213,3 +238,13 @@ class NeuronConnector:
     def wait_closed(self) -> None:
         """Come back once what was said is sent, or 0.2 s have passed. Blocks."""
         self._transport.wait_closed()
+
+
+def _landing(lanes: LaneSet, pool: KvPool, options: ConnectorOptions) -> Landing:
+    if options.landing_bytes is not None:
+        return Landing(lanes, options.landing_bytes)
+    # Of this worker's blocks: an arena's `memory()` is that of all workers.
+    pool_bytes = LANDING_SHARE * pool.num_blocks * pool.layout.block_bytes
+    return Landing(
+        lanes, min(pool_bytes, LANDING_BYTES), min(pool_bytes, options.landing_bytes_max)
+    )

@@ -1,6 +1,6 @@
 """A decode worker's connection to one prefill worker: shake hands, stay in touch, or break.
 
-    connect()   Handshake -> Welcome, KvMapInit -> KvMap, transfer engine connected
+    connect()   Handshake -> Welcome, KvMapInit -> KvMap, a lane to its KV chosen
     then        Ping every heartbeat; silence for too long breaks the link
 
 Once broken it stays so; whoever needs the peer again makes another.
@@ -14,6 +14,7 @@ from neuron_di.clock import now_s
 from neuron_di.config import HandOverOptions
 from neuron_di.errors import (
     CapacityError,
+    ConfigError,
     LocalProtocolError,
     NeuronDiError,
     PeerGone,
@@ -22,12 +23,16 @@ from neuron_di.errors import (
     RemoteProtocolError,
     StaleIncarnation,
 )
+from neuron_di.kv import KvLayout
 from neuron_di.obs import get_logger
 from neuron_di.transfer.counters import HandOverCounters
+from neuron_di.transfer.geometry import layout_fields, peer_layout
 from neuron_di.transfer.identity import LocalWorker
+from neuron_di.transfer.kv_plan import is_direct, resharding
+from neuron_di.transfer.landing import Landing
+from neuron_di.transfer.lanes import Lane, LaneSet, streams_over
 from neuron_di.transfer.signal_keys import SignalKeys
 from neuron_di.transfer.signal_link import Seal, SignalTransport, endpoint
-from neuron_di.transfer.transfer_engine import TransferEngine
 from neuron_di.wire import (
     SIGNAL_VERSION,
     FromDecode,
@@ -40,13 +45,15 @@ from neuron_di.wire import (
     Ping,
     Pong,
     Refused,
-    Region,
     Welcome,
     encode_msgpack,
     from_prefill_decoder,
 )
 
 _log = get_logger(__name__)
+
+# From a receive's cancellation to the end of a link whose engine does not end it.
+CANCEL_S = 1.0
 
 
 class PrefillLink:
@@ -61,7 +68,8 @@ class PrefillLink:
     def __init__(
         self,
         local: LocalWorker,
-        transfer: TransferEngine,
+        lanes: LaneSet,
+        landing: Landing,
         transport: SignalTransport,
         peer: PeerAddress,
         limits: HandOverOptions,
@@ -76,19 +84,23 @@ class PrefillLink:
     ) -> None:
         self.peer = peer
         self._local = local
-        self._transfer = transfer
+        self._lanes = lanes
+        self._landing = landing
         self._limits = limits
         self._counters = counters
         self._on_message = on_message
         self._on_tick = on_tick
         self._on_connected = on_connected
         self._on_broken = on_broken
+        self.lane: Lane | None = None  # once connected, as is the layout of the peer's KV
+        self.layout: KvLayout | None = None
+        self.name = f"{local.incarnation}.{connection}"
         self._address = endpoint(peer.signal_host, peer.signal_port)
         self._loop = asyncio.get_running_loop()
         self._link = transport.connect(
             peer.signal_host,
             peer.signal_port,
-            f"{local.incarnation}.{connection}".encode(),
+            self.name.encode(),
             self._on_frames,
             seal=self._seal(keys),
         )
@@ -147,14 +159,24 @@ class PrefillLink:
         self._link.close()
         self._on_broken(error)
 
+    def doubt(self, is_open: Callable[[], bool], patience_s: float = 0.0) -> None:
+        """A receive was cancelled. Break off if its engine does not end it: `is_open` still.
+
+        `patience_s` is for what is being written: whoever else uses the link need not suffer.
+        """
+
+        def look() -> None:
+            if is_open():
+                self.break_off(PeerGone("a posted receive lost its send"))
+
+        self._loop.call_later(CANCEL_S + patience_s, look)
+
     async def _connect(self) -> None:
-        incarnation = self.peer.incarnation
         try:
-            region = await self._shake_hands()
+            kv_map = await self._shake_hands()
             # From here on the peer forgets us if we are silent, however long connecting takes.
             self._heartbeat = self._loop.call_later(self._limits.heartbeat_s, self._beat)
-            # Mapping or connecting may block, so neither this loop nor the engine does it.
-            await self._loop.run_in_executor(None, self._transfer.connect, incarnation, region)
+            await self._reach(kv_map)
         except NeuronDiError as error:
             self.break_off(error)
             raise
@@ -164,19 +186,40 @@ class PrefillLink:
         if self.broken is not None:  # meanwhile
             self._on_broken(self.broken)
             raise self.broken
-        _log.info("connected", peer=self.peer.worker_id, address=self._address)
+        assert self.lane is not None, "it was chosen"
+        self._counters.num_fallbacks += self.lane.is_fallback
+        _log.info("connected", peer=self.peer.worker_id, address=self._address, lane=self.lane.name)
         self.is_connected = True
         self._on_connected()
 
-    async def _shake_hands(self) -> Region:
+    async def _reach(self, kv_map: KvMap) -> None:
+        """Find a way to the peer's KV, and room for it, if it has to be brought into our form."""
+        local = self._local
+        layout = self.layout = peer_layout(kv_map.layout, local.layout, converts=local.converts)
+        if not is_direct(layout, local.layout):
+            largest_bytes = resharding(layout, local.layout).landing_bytes(local.context_tokens)
+            await self._landing.open(largest_bytes)
+        # Mapping or connecting may block, so neither this loop nor the engine does it.
+        self.lane = await self._loop.run_in_executor(
+            None, self._lanes.connect, self.peer.incarnation, kv_map.offers, layout
+        )
+        if streams_over(self.lane, self._limits):
+            try:
+                await self._landing.open()
+            except ConfigError as error:  # then nothing is streamed
+                _log.warning("layers_not_streamed", reason=error.message)
+
+    async def _shake_hands(self) -> KvMap:
         """Say who we are, and learn where the peer's pool lies."""
         timeout_s = self._limits.peer_connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 self._send_handshake()
                 await self._welcome
-                self.send(KvMapInit(region=self._transfer.local_region()))
-                return (await self._kv_map).region
+                layout = layout_fields(self._local.layout)
+                offers = self._lanes.offers(self.peer.incarnation)
+                self.send(KvMapInit(layout=layout, offers=offers))
+                return await self._kv_map
         except TimeoutError:
             raise PeerTimeout(
                 f"no answer from prefill worker {self.peer.worker_id} at {self._address} "
@@ -192,7 +235,7 @@ class PrefillLink:
                 incarnation=local.incarnation,
                 expects=self.peer.incarnation,
                 model_digest=local.model_digest,
-                layout_digest=local.layout_digest,
+                layout_digest=local.exchange_digest,
             )
         )
 

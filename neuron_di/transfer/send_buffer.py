@@ -26,26 +26,28 @@ from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.door import Guard
 from neuron_di.transfer.identity import LocalWorker
-from neuron_di.transfer.send_entry import Cause, Entry
+from neuron_di.transfer.kv_sender import KvSender
+from neuron_di.transfer.lanes import LaneSet
+from neuron_di.transfer.layer_sender import LayerSender
+from neuron_di.transfer.send_entry import Cause, Entry, Key, never, unless_done
 from neuron_di.transfer.send_peers import Identity, Peer, SendPeers
 from neuron_di.transfer.signal_link import SignalTransport
-from neuron_di.transfer.transfer_engine import TransferEngine, TransferToken
-from neuron_di.types import BlockId, Incarnation, RequestId
+from neuron_di.transfer.transfer_engine import TransferToken
+from neuron_di.types import Incarnation, RequestId
 from neuron_di.wire import (
     Abort,
     Done,
     FromPrefill,
     Handshake,
     Hold,
-    KvMap,
     KvMapInit,
     LookupAll,
     Malformed,
-    Never,
     NotYet,
     Ping,
     Pong,
     Pull,
+    PullLayer,
     Ready,
     Refused,
     encode_msgpack,
@@ -59,7 +61,6 @@ _refusals = LimitedLogger(__name__)
 
 SWEEP_INTERVAL_S = 1.0
 
-Key = tuple[RequestId, int]
 # Called once per parked request: the peer's Done, or why the KV was given up. Its blocks may be
 # used again once `held_by`, if there is one, is done.
 OnEnd = Callable[[Key, Done | NeuronDiError, TransferToken | None], None]
@@ -79,7 +80,7 @@ class SendBuffer:
     def __init__(
         self,
         local: LocalWorker,
-        transfer: TransferEngine,
+        lanes: LaneSet,
         transport: SignalTransport,
         *,
         host: str,
@@ -90,7 +91,8 @@ class SendBuffer:
         allowed_peer: str | None = None,
         guard: Guard | None = None,
     ) -> None:
-        self._transfer = transfer
+        self._lanes = lanes
+        self._sender = KvSender(local, lanes)
         self._limits = limits
         self._counters = counters
         self._on_end = on_end
@@ -104,6 +106,8 @@ class SendBuffer:
             on_lost=self._on_peer_lost,
         )
         self._link, self.port = transport.bind(host, port, self._on_frames, guard=guard)
+        is_on = limits.stream_layers != "off"
+        self.layers = LayerSender(local, lanes, self._send, is_on=is_on)
         self.lookup_dict: dict[Key, Entry] = {}
         self._over: Remembered[Key, str] = Remembered(limits.remembered_max)  # and why
         self._latest: Remembered[RequestId, int] = Remembered(limits.remembered_max)  # attempt
@@ -128,6 +132,7 @@ class SendBuffer:
         for earlier in range(attempt):
             self.drop(request_id, earlier, reason="a later attempt took over")
         self._happen((request_id, attempt), _EVENT.EXPECT)
+        self.layers.begin((request_id, attempt))
 
     def park(self, ready: Ready) -> None:
         """The prefill is complete: its blocks may be pulled until the lease ends.
@@ -183,6 +188,8 @@ class SendBuffer:
             self._start_accepting(identity, peer, message)
         elif isinstance(message, Ping):
             self._send(identity, Pong(sequence=message.sequence))
+        elif isinstance(message, PullLayer):
+            self._counters.num_stale += not self.layers.pull(identity, peer, message)
         elif isinstance(message, LookupAll | Hold | Pull | Done | Abort):
             self._on_request_message(identity, peer, message)
 
@@ -195,20 +202,26 @@ class SendBuffer:
             raise RemoteProtocolError("this request belongs to another worker")
         if isinstance(message, LookupAll):
             if entry is None and self._num_early() >= self._limits.remembered_max:
-                self._send(identity, _never(key, "this prefill worker has too many open requests"))
+                self._send(identity, never(key, "this prefill worker has too many open requests"))
                 return
         elif entry is not None and entry.reader is None:
             self._counters.num_stale += 1  # it gave this request up, or never asked for it
             return
-        if isinstance(message, Pull) and entry is not None and entry.ready is not None:
-            _check_pull(message, entry.ready)
-        cause = Cause(peer=identity, incarnation=peer.incarnation)
-        if isinstance(message, Done):
-            cause = Cause(peer=identity, done=message, reason="it was handed over")
+        cause = Cause(identity=identity)
+        if isinstance(message, Pull):
+            if entry is not None and entry.ready is not None:
+                self._sender.check(peer, message, entry.ready)
+            cause = Cause(identity=identity, peer=peer, pull=message)
+        elif isinstance(message, Done):
+            cause = Cause(identity=identity, done=message, reason="it was handed over")
         elif isinstance(message, Abort):
             error = KvMissing(f"the decode worker gave up: {message.reason}")
-            cause = Cause(peer=identity, reason=message.reason, error=error)
+            cause = Cause(identity=identity, reason=message.reason, error=error)
         self._happen(key, _EVENTS[type(message)], cause)
+        if isinstance(message, LookupAll) and message.streams:
+            entry = self.lookup_dict.get(key)
+            if entry is not None and entry.state in (_STATE.ASKED, _STATE.PREFILLING):
+                self.layers.ask(key, identity)
 
     def _num_early(self) -> int:
         """Look-ups whose prefill leg has not come."""
@@ -225,18 +238,20 @@ class SendBuffer:
         task.add_done_callback(self._accepting.discard)
 
     async def _accept(self, identity: Identity, peer: Peer, message: KvMapInit) -> None:
-        accept = self._transfer.accept
         try:
-            await self._loop.run_in_executor(None, accept, peer.incarnation, message.region)
+            accept = self._sender.accept
+            peer.layout, answer = await self._loop.run_in_executor(None, accept, peer, message)
         except PeerError as error:
             self._send(identity, Refused(reason=error.message[:REASON_CHARS_MAX]))
         except Exception:  # ours; the peer must not wait for its deadline to learn of it
             _log.exception("accept_failed", peer=peer.worker_id)
             self._send(identity, Refused(reason="the transfer engine failed to connect"))
         else:
-            self._send(identity, KvMap(region=self._transfer.local_region()))
+            self._send(identity, answer)
         finally:
             peer.is_connecting = False
+            if not self._peers.is_connected(peer.incarnation):  # forgotten meanwhile
+                self._lanes.disconnect(peer.incarnation)
 
     # The table, carried out.
 
@@ -249,6 +264,7 @@ class SendBuffer:
             self._over.set(key, cause.reason or event.value)
         if entry.state is _STATE.OVER:
             self.lookup_dict.pop(key, None)
+            self.layers.end(key)
         elif entry.state is not _STATE.UNKNOWN:
             self.lookup_dict[key] = entry
         for action in actions:
@@ -267,9 +283,9 @@ class SendBuffer:
     def _act(self, key: Key, entry: Entry, action: SenderAction, cause: Cause) -> None:
         match action:
             case _ACTION.NAME_READER:
-                entry.reader, entry.reader_incarnation = cause.peer, cause.incarnation
+                entry.reader = cause.identity
             case _ACTION.FORGET_READER:
-                entry.reader = entry.reader_incarnation = None
+                entry.reader = None
             case _ACTION.START_LEASE:
                 self._start_lease(entry)
             case _ACTION.RENEW_LEASE:
@@ -280,7 +296,7 @@ class SendBuffer:
             case _ACTION.SAY_NOT_YET:
                 self._say(entry, cause, NotYet(request_id=key[0], attempt=key[1]))
             case _ACTION.SAY_NEVER:
-                self._say(entry, cause, _never(key, cause.reason or self._why_never(key)))
+                self._say(entry, cause, never(key, cause.reason or self._why_never(key)))
             case _ACTION.SAY_READY:
                 assert entry.ready is not None, "parked entries have it"
                 self._say(entry, cause, entry.ready)
@@ -295,10 +311,10 @@ class SendBuffer:
         match action:
             case _ACTION.POST_SEND:
                 assert entry.ready is not None, "parked entries have it"
-                assert entry.reader_incarnation is not None, "only its reader pulls"
-                blocks = [BlockId(block_id) for block_id in entry.ready.block_ids]
+                assert cause.peer is not None, "PULL brings its sender"
+                assert cause.pull is not None, "PULL brings itself"
                 try:
-                    entry.send = self._transfer.post_send(entry.reader_incarnation, blocks)
+                    entry.send = self._sender.post(cause.peer, cause.pull, entry.ready)
                 except Exception as bug:  # a send that was never posted must not be waited for
                     entry.send = TransferToken()
                     error = LocalProtocolError(f"no send was posted: {type(bug).__name__}")
@@ -306,10 +322,10 @@ class SendBuffer:
                 entry.send.on_done(lambda send: self._on_sent(key, entry, send))
             case _ACTION.RELEASE:
                 assert cause.done is not None, "only Done releases"
-                self._on_end(key, cause.done, _unless_done(entry.send))
+                self._on_end(key, cause.done, unless_done(entry.send))
             case _ACTION.GIVE_UP:
                 assert cause.error is not None, "whatever ends a hand-over says why"
-                self._on_end(key, cause.error, _unless_done(entry.send))
+                self._on_end(key, cause.error, unless_done(entry.send))
             case _ACTION.QUARANTINE:
                 assert cause.error is not None, "whatever ends a hand-over says why"
                 entry.quarantine = TransferToken()
@@ -345,11 +361,11 @@ class SendBuffer:
 
     def _on_peer_lost(self, identity: Identity, incarnation: Incarnation) -> None:
         error = KvMissing("the decode worker fell silent")
-        cause = Cause(peer=identity, reason="the decode worker fell silent", error=error)
+        cause = Cause(identity=identity, reason="the decode worker fell silent", error=error)
         for key in [key for key, entry in self.lookup_dict.items() if entry.reader == identity]:
             self._happen(key, _EVENT.READER_LOST, cause)
         if not self._peers.is_connected(incarnation):
-            self._transfer.disconnect(incarnation)
+            self._lanes.disconnect(incarnation)
 
     def _sweep(self) -> None:
         self._sweeper = self._loop.call_later(self._sweep_interval_s, self._sweep)
@@ -366,7 +382,7 @@ class SendBuffer:
 
     def _say(self, entry: Entry, cause: Cause, message: FromPrefill) -> None:
         """To whoever asked just now, else to whoever asked before, else to nobody."""
-        if (identity := cause.peer or entry.reader) is not None:
+        if (identity := cause.identity or entry.reader) is not None:
             self._send(identity, message)
 
     def _send(self, identity: Identity, message: FromPrefill) -> None:
@@ -382,16 +398,3 @@ _EVENTS: dict[type, SenderEvent] = {
     Done: _EVENT.DONE,
     Abort: _EVENT.ABORT,
 }
-
-
-def _never(key: Key, reason: str) -> Never:
-    return Never(request_id=key[0], attempt=key[1], reason=reason[:REASON_CHARS_MAX])
-
-
-def _check_pull(pull: Pull, ready: Ready) -> None:
-    if len(pull.block_ids) != len(ready.block_ids):
-        raise RemoteProtocolError("a pull for another number of blocks than were parked")
-
-
-def _unless_done(token: TransferToken | None) -> TransferToken | None:
-    return None if token is None or token.is_done() else token

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import NeuronDiError
-from neuron_di.transfer.send_peers import Identity
+from neuron_di.transfer.send_peers import Identity, Peer
 from neuron_di.transfer.transfer_engine import TransferToken
-from neuron_di.types import Incarnation
-from neuron_di.wire import Done, Ready
+from neuron_di.types import RequestId
+from neuron_di.wire import Done, Never, Pull, Ready
 from neuron_di.wire.handoff import SenderState
+from neuron_di.wire.signal import REASON_CHARS_MAX
+
+Key = tuple[RequestId, int]
 
 
 @dataclass(slots=True)
@@ -17,7 +20,6 @@ class Entry:
 
     state: SenderState = SenderState.UNKNOWN
     reader: Identity | None = None
-    reader_incarnation: Incarnation | None = None
     lease: Deadline | None = None  # None: the prefill is ours and runs under its own deadline
     lease_max: Deadline | None = None
     ready: Ready | None = None
@@ -29,8 +31,17 @@ class Entry:
 class Cause:
     """What an event brings along for the actions that it sets off."""
 
-    peer: Identity | None = None
-    incarnation: Incarnation | None = None
+    identity: Identity | None = None
+    peer: Peer | None = None
+    pull: Pull | None = None
     reason: str = ""
     error: NeuronDiError | None = None
     done: Done | None = None
+
+
+def never(key: Key, reason: str) -> Never:
+    return Never(request_id=key[0], attempt=key[1], reason=reason[:REASON_CHARS_MAX])
+
+
+def unless_done(token: TransferToken | None) -> TransferToken | None:
+    return None if token is None or token.is_done() else token

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from neuron_di.clock import now_s, unix_s
+from neuron_di.kv import KvLayout
 from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.transfer.admission import Admission
 from neuron_di.transfer.identity import LocalWorker
@@ -24,8 +25,10 @@ Identity = str
 class Peer:
     worker_id: WorkerId
     incarnation: Incarnation
+    connection: str  # its name, as the decode worker knows it
     last_heard_s: float
     is_connecting: bool = False  # its transfer engine is
+    layout: KvLayout | None = None  # of its pool; None: KV maps were not exchanged yet
 
 
 class SendPeers:
@@ -77,7 +80,8 @@ class SendPeers:
             _refusals.warning("handshake_refused", peer=message.worker_id, reason=reason)
             return Refused(reason=reason, is_busy=True)
         if (peer := self.heard(identity)) is None:  # who shakes hands twice stays who it is
-            self._peers[identity] = peer = Peer(message.worker_id, message.incarnation, now_s())
+            peer = Peer(message.worker_id, message.incarnation, self._name_of(identity), now_s())
+            self._peers[identity] = peer
         peer.worker_id = message.worker_id
         _log.info("handshake", peer=message.worker_id)
         return Welcome(
@@ -95,6 +99,16 @@ class SendPeers:
             _log.info("peer_silent", peer=peer.worker_id)
             self._on_lost(identity, peer.incarnation)
 
+    def _name_of(self, identity: Identity) -> str:
+        """The connection's name as the decode worker knows it.
+
+        Where the link is encrypted it stands behind the key, and before what the transport added.
+        """
+        if self._admission is None:
+            return identity
+        name = identity[KEY_CHARS:]
+        return name.rpartition("-")[0] or name
+
     def _why_refused(self, identity: Identity, message: Handshake) -> str | None:
         local = self._local
         if message.version != SIGNAL_VERSION:
@@ -106,7 +120,7 @@ class SendPeers:
             return "the connection's identity is not the incarnation it states"
         if message.model_digest != local.model_digest:
             return f"another model than {local.worker_id}'s"
-        if message.layout_digest != local.layout_digest:
+        if message.layout_digest != local.exchange_digest:
             return f"another KV layout than {local.worker_id}'s"
         if self._allowed_peer is not None and message.worker_id != self._allowed_peer:
             return f"{local.worker_id} is bound to {self._allowed_peer}"

@@ -1,136 +1,139 @@
-"""The transfer engine of one host: the decode worker copies blocks out of prefill's pool.
+"""The transfer engine of one host: the decode worker copies bytes out of prefill's pool.
 
-One copy, straight from the prefill worker's blocks into the decode worker's, on a thread of
-its own that runs without the interpreter lock. Prefill's processor is not involved.
+One copy, straight from the prefill worker's blocks to where they are wanted, on a thread of
+its own that runs without the interpreter lock; a small one before post_receive returns, which
+takes no longer than to wake that thread. Prefill's processor is not involved.
 """
 
-import queue
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
+from msgspec.structs import replace
 
-from neuron_di.clock import now_s
-from neuron_di.errors import (
-    KvChanged,
-    LocalProtocolError,
-    NeuronDiError,
-    PeerGone,
-    RemoteProtocolError,
-    StaleIncarnation,
-)
-from neuron_di.kv import KvPool, PeerPool
-from neuron_di.obs import get_logger
-from neuron_di.transfer.transfer_engine import BlockSource, TransferToken
-from neuron_di.types import BlockId, Incarnation
+from neuron_di.errors import KvChanged, NeuronDiError, PeerGone, PeerRefused, StaleIncarnation
+from neuron_di.kv import KvLayout, KvPool, Memory, PeerPool, open_peer_pool
+from neuron_di.transfer.copy_thread import CopyThread
+from neuron_di.transfer.domain import this_machine
+from neuron_di.transfer.run_bounds import OwnMemories
+from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
+from neuron_di.types import Incarnation
 from neuron_di.wire import Region, ShmRegion
-from neuron_di_bindings import block_copy
-from neuron_di_bindings.process import lower_thread_priority
+from neuron_di_bindings import run_copy
 
-_log = get_logger(__name__)
-
-
-# A worker pinned to one core copies and decodes there: running streams go first, and a large
-# copy is spread over several steps.
-COPY_NICE = 5
+# Measured: what takes about as long to copy as it takes to wake the thread.
+SMALL_BYTES_MAX = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    peer_pool: PeerPool
-    source: BlockSource
-    block_ids: Sequence[BlockId]
-    token: TransferToken
+class _Peer:
+    """A peer's pool, and what is the same for every receive from it."""
+
+    pool: PeerPool
+    base_address: int
+    block_bytes: int
 
 
 class ShmEngine:
-    """Owns one thread and the maps of its peers' pools; borrows this worker's pool."""
+    """Owns one thread and the maps of its peers' pools; borrows this worker's pool.
+
+    Up to `small_bytes_max` are copied on the thread that posts the receive.
+    """
 
     name = "shm"
     is_one_sided = True
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, pool: KvPool, *, small_bytes_max: int = SMALL_BYTES_MAX) -> None:
         self._pool = pool
-        self._peers: dict[Incarnation, PeerPool] = {}
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
-        self._thread.start()
+        self._small_bytes_max = small_bytes_max
+        self._memories = OwnMemories(pool.memory())
+        self._peers: dict[Incarnation, _Peer] = {}
+        self._thread = CopyThread("kv-transfer")
 
-    def local_region(self) -> Region:
-        return self._pool.region()
+    def local_region(self, peer: Incarnation) -> Region:  # noqa: ARG002
+        return replace(self._pool.region(), host=this_machine())
 
-    def connect(self, peer: Incarnation, region: Region) -> None:
-        assert isinstance(region, ShmRegion)
+    def register(self, memory: Memory) -> None:
+        self._memories.add(memory)
+
+    def connect(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
+        if not isinstance(region, ShmRegion):
+            raise PeerRefused("the peer's pool is not in shared memory")
+        if region.host not in ("", this_machine()):
+            raise PeerRefused(
+                "the peer is on another machine, in another container or of another user"
+            )
         if region.incarnation != peer:
             raise StaleIncarnation(f"the pool of process {region.pid} is not the peer's")
-        self._peers[peer] = PeerPool.open(region, self._pool.layout)
+        # The header that was mapped names its owner: it is the peer's memory, whoever says so.
+        pool = open_peer_pool(region, layout)
+        self._peers[peer] = _Peer(pool, pool.base_address, layout.block_bytes)
 
-    def accept(self, peer: Incarnation, region: Region) -> None:
+    def accept(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
         """Nothing to do: the decode worker maps this pool by itself."""
 
-    def post_send(self, peer: Incarnation, block_ids: Sequence[BlockId]) -> TransferToken:  # noqa: ARG002
+    def post_send(self, peer: Incarnation, send: Send) -> TransferToken:  # noqa: ARG002
         token = TransferToken()
         token.complete()  # the reader does all the work
         return token
 
-    def post_receive(
-        self, peer: Incarnation, source: BlockSource, block_ids: Sequence[BlockId]
-    ) -> TransferToken:
+    def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
         token = TransferToken()
-        peer_pool = self._peers.get(peer)
-        if peer_pool is None:
+        known = self._peers.get(peer)
+        if known is None:
             token.complete(PeerGone("no connection to the prefill worker's pool"))
             return token
-        # The ids come from another process: never read outside of what it registered.
-        if len(source.block_ids) != len(block_ids) or len(source.generations) != len(block_ids):
-            token.complete(
-                RemoteProtocolError("the prefill worker offered another number of blocks")
-            )
-        elif not all(0 <= block_id < peer_pool.num_blocks for block_id in source.block_ids):
-            token.complete(
-                RemoteProtocolError("the prefill worker named a block outside of its pool")
-            )
-        else:
-            self._jobs.put(_Job(peer_pool, source, block_ids, token))
+        num_blocks = known.pool.num_blocks
+        refusal = self._memories.refusal(
+            receive, peer_bytes=num_blocks * known.block_bytes, peer_blocks=num_blocks
+        )
+        if refusal is not None:
+            token.complete(refusal)
+            return token
+        num_bytes = receive.runs.num_bytes
+        is_short = num_bytes <= self._small_bytes_max
+        self._thread.post(partial(_copy, known, receive), num_bytes, token, is_short=is_short)
         return token
+
+    def cancel(self, peer: Incarnation, tag: int) -> None:
+        """Nothing to do: a copy waits for nobody."""
 
     def fence(self, peer: Incarnation) -> None:
         """Nothing to do: this processor wrote the bytes that it will read."""
+
+    def commit(self, peer: Incarnation, receive: Receive) -> NeuronDiError | None:
+        known = self._peers.get(peer)
+        if known is None:
+            return PeerGone("the prefill worker was disconnected before its blocks were taken")
+        return _why_changed(known, receive)
+
+    def abandon(self, peer: Incarnation, receive: Receive) -> NeuronDiError | None:
+        known = self._peers.get(peer)
+        return None if known is None else _why_changed(known, receive)
 
     def disconnect(self, peer: Incarnation) -> None:
         self._peers.pop(peer, None)  # a running copy keeps its map
 
     def close(self) -> None:
-        self._jobs.put(None)
+        self._thread.end()
         self._thread.join()
 
-    def _run(self) -> None:
-        lower_thread_priority(COPY_NICE)
-        while (job := self._jobs.get()) is not None:
-            start_s = now_s()
-            try:
-                error = self._copy(job)
-            except Exception as unexpected:  # the thread serves every request: it must live on
-                error = LocalProtocolError(f"KV copy failed: {unexpected!r}")
-            job.token.transfer_s = now_s() - start_s
-            if error is None:
-                job.token.kv_bytes = len(job.block_ids) * self._pool.layout.block_bytes
-            try:
-                job.token.complete(error)
-            except Exception:
-                _log.exception("transfer_callback_failed")
-            del job  # it keeps the peer's pool mapped, and the next one may be long in coming
 
-    def _copy(self, job: _Job) -> NeuronDiError | None:
-        block_copy.copy_blocks(
-            destination_address=self._pool.base_address,
-            source_address=job.peer_pool.base_address,
-            destination_ids=np.asarray(job.block_ids, np.int32),
-            source_ids=np.asarray(job.source.block_ids, np.int32),
-            block_bytes=self._pool.layout.block_bytes,
-        )
-        # After the copy: a block given up at any time before shows a newer generation.
-        if job.peer_pool.generations(job.source.block_ids) != list(job.source.generations):
-            return KvChanged("the prefill worker gave the blocks up while they were read")
-        return None
+def _copy(peer: _Peer, receive: Receive) -> NeuronDiError | None:
+    """KvChanged right here says why the digests of torn blocks would not match either."""
+    runs = receive.runs
+    run_copy.copy_runs(
+        destination_address=receive.memory.address,
+        source_address=peer.base_address,
+        destination_offsets=runs.destination_offsets,
+        source_offsets=runs.source_offsets,
+        lengths=runs.lengths,
+    )
+    return _why_changed(peer, receive)
+
+
+def _why_changed(peer: _Peer, receive: Receive) -> NeuronDiError | None:
+    """After the copy: a block given up at any time before shows a newer generation."""
+    source = receive.source
+    if peer.pool.generations(source.block_ids) != list(source.generations):
+        return KvChanged("the prefill worker gave the blocks up while they were read")
+    return None

@@ -1,15 +1,15 @@
-"""What moves KV blocks between two workers. One file per kind of link stands behind this.
+"""What moves KV between two workers. One file per kind of link stands behind this.
 
-The contract covers one-sided engines (the reader copies: shared memory, CUDA IPC) and
-two-sided ones (a send must be posted for each receive: libnrt, TCP). What follows from the
+The contract covers one-sided engines (the reader copies: shared memory, CUDA IPC, NIXL) and
+two-sided ones (a send must be posted for each receive: TCP, libnrt). What follows from the
 strictest of them, libnrt, holds for all:
 
 - For one pair of workers, receives are posted in the order of the Pull messages, and sends
-  in the order in which Pull messages arrive. Matching needs no tag.
-- A posted transfer cannot be cancelled. Source and destination blocks stay untouched by
-  anybody else until its token is done.
-- Done is not yet visible: whoever reads received bytes calls `fence` first. Success is said
-  only if the source blocks were not given up meanwhile, as far as the engine can tell.
+  in the order in which Pull messages arrive. An engine may match by order or by tag.
+- A posted transfer cannot be cancelled, unless the engine can (`cancel`). Source and destination
+  stay untouched by anybody else until its token is done.
+- Done is not yet visible: whoever reads received bytes calls `fence` first; and not yet final:
+  whoever has verified them calls `commit`, which fails where the source was given up meanwhile.
 - connect() and accept() may take long and may block: they are called neither on the event
   loop nor on the engine's thread.
 """
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from neuron_di.errors import NeuronDiError
+from neuron_di.kv import BlockIds, KvLayout, Memory, Runs
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import Region
 
@@ -35,9 +36,11 @@ class TransferToken:
         self._is_done = False
         self._error: NeuronDiError | None = None
         self._on_done: list[Callable[[TransferToken], object]] = []
-        self.kv_bytes = 0
+        self.kv_bytes = 0  # moved; 0 where blocks changed owner instead
         self.transfer_s = 0.0
         self.verify_s = 0.0
+        # Blocks that came in the place of the first ones that were offered; None: none did.
+        self.adopted_ids: list[BlockId] | None = None
 
     def is_done(self) -> bool:
         return self._is_done
@@ -69,46 +72,108 @@ class TransferToken:
 class BlockSource:
     """Blocks in a peer's pool, in token order, with the generations they were promised at."""
 
-    block_ids: Sequence[int]
+    block_ids: BlockIds
     generations: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Prefill's half of a transfer: these bytes of its own pool, in this order.
+
+    `tag` is the same at both ends and no other's among the pair's open transfers. `block_ids` are
+    the blocks that these bytes lie in, in token order, and `exchange` what the peer offers for
+    them: engines that move blocks' owners instead of bytes go by these.
+    """
+
+    tag: int  # unsigned, 64 bits
+    runs: Runs
+    block_ids: Sequence[BlockId] = ()
+    exchange: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive:
+    """Decode's half of a transfer: bytes of a peer's pool into `memory`.
+
+    `runs.destination_offsets` count from `memory`, which is this worker's pool or was registered.
+    `block_ids` are blocks of this worker's pool that it offers in exchange: engines that move
+    blocks' owners instead of bytes give these to the peer.
+    """
+
+    tag: int
+    runs: Runs
+    memory: Memory
+    source: BlockSource
+    block_ids: Sequence[BlockId] = ()
+
+
 class TransferEngine(Protocol):
-    """Moves blocks between this worker's pool and its peers'. Thread-safe."""
+    """Moves bytes from its peers' pools into this worker's memory. Thread-safe."""
 
     name: str
     # One-sided: a receive needs nothing of the peer, so it always ends by itself.
     is_one_sided: bool
 
-    def local_region(self) -> Region:
-        """How a peer reaches this worker's pool; sent at the handshake."""
+    def local_region(self, peer: Incarnation) -> Region:
+        """How this peer reaches this worker's pool; sent to it alone, at the handshake."""
         ...
 
-    def connect(self, peer: Incarnation, region: Region) -> None:
-        """Decode side: make the prefill worker's pool reachable. May block.
+    def register(self, memory: Memory) -> None:
+        """Further memory that receives will go to, until close()."""
+        ...
 
-        PeerGone or StaleIncarnation when it cannot be reached.
+    def connect(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
+        """Decode side: make the prefill worker's pool, of this layout, reachable, and prove it.
+
+        What was read through the connection shows that it is the peer's memory. May block, never
+        longer than its own deadline. PeerGone, PeerRefused, StaleIncarnation or PeerTimeout when
+        that cannot be: another engine may still do.
         """
         ...
 
-    def accept(self, peer: Incarnation, region: Region) -> None:
+    def accept(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
         """Prefill side: let a decode worker connect. May block. One-sided: nothing to do."""
         ...
 
-    def post_send(self, peer: Incarnation, block_ids: Sequence[BlockId]) -> TransferToken:
-        """Prefill side, on Pull: let the peer have these blocks. One-sided: done at once."""
+    def post_send(self, peer: Incarnation, send: Send) -> TransferToken:
+        """Prefill side, on Pull: let the peer have these bytes. One-sided: done at once.
+
+        Returns at once. The token is done when the bytes may be overwritten.
+        """
         ...
 
-    def post_receive(
-        self, peer: Incarnation, source: BlockSource, block_ids: Sequence[BlockId]
-    ) -> TransferToken:
-        """Decode side: fill these blocks of ours. Returns at once; poll the token."""
+    def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
+        """Decode side: fill the memory. Returns at once; poll the token.
+
+        Runs outside of what the peer or this worker registered, and lists that do not fit each
+        other, end the token with RemoteProtocolError: nothing was touched.
+        """
+        ...
+
+    def cancel(self, peer: Incarnation, tag: int) -> None:
+        """End a posted receive whose send may never come, with KvMissing, as soon as nothing
+        writes to its memory any more. Engines that cannot do nothing: it stays posted."""
         ...
 
     def fence(self, peer: Incarnation) -> None:
         """Make the bytes of every receive that is done visible to this worker's readers.
 
         Called before they are verified, on the thread that completed the receive. Short.
+        """
+        ...
+
+    def commit(self, peer: Incarnation, receive: Receive) -> NeuronDiError | None:
+        """Make a verified receive final, on the same thread. Short.
+
+        KvChanged where the source was given up at any time before, as far as the engine can tell:
+        then the bytes may be anybody's.
+        """
+        ...
+
+    def abandon(self, peer: Incarnation, receive: Receive) -> NeuronDiError | None:
+        """Instead of commit: what came is not what was promised. Nothing is taken. Short.
+
+        KvChanged where that is no wonder, because the source was given up meanwhile.
         """
         ...
 
@@ -121,5 +186,5 @@ class TransferEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """End after the transfers that were posted. Blocks until then."""
+        """End after the transfers that were posted. Blocks until then, or its deadline."""
         ...

@@ -12,8 +12,13 @@ from neuron_di.wire.codec import Decoder
 from neuron_di.wire.legs import PeerAddress
 
 RECORD_BYTES_MAX = 64 << 10
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
+STATUS_BYTES_MAX = 256 << 10
+TRANSFERS_MAX = 16
+LANES_MAX = 256  # in a status
+
+Transfer = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 ToolFormat = Literal["hermes", "llama3_json", "mistral"]
 
 
@@ -28,7 +33,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     model: str  # the name clients use
     model_digest: str
-    layout_digest: str
+    layout_digest: str  # of what two KV layouts must agree in, so that one can take the other's
     context_tokens: int
     host: str
     api_port: int
@@ -36,7 +41,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     signal_port: int  # 0 where the role has no SendBuffer (decode)
     # Public CURVE key of its signal link, in Z85; None: what is said there is not encrypted.
     signal_key: str | None = None
-    transfer: str = ""  # the engine that moves its KV; both ends have the same
+    # What can move its KV, and whom that reaches, the preferred first: two workers need one in
+    # common.
+    transfer: Annotated[list[Transfer], msgspec.Meta(max_length=TRANSFERS_MAX)] = []
     started_unix_s: float
     # How this worker rounds. A continuation among workers that say the same is exact, bit for
     # bit; None: no two runs need be equal.
@@ -45,6 +52,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_legs: int = 0  # requests it had when it announced this
     slots: int = 0  # requests it computes together
     num_vocab: int = 0
+    # Tensor-parallel ranks: processes that each have a part of the model.
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # How the model's chat template writes tool calls; None: it does not.
     tool_format: ToolFormat | None = None
     reasoning: tuple[str, str] | None = None  # the tags around a model's reasoning, if it has any
@@ -66,6 +75,15 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What moves KV from one prefill worker to this decode worker, and why not something else."""
+
+    peer: WorkerId
+    engine: str
+    reason: str  # a word on each engine that was considered
+    connect_s: float  # that finding it took
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to GET /status on a worker: its record and its load at this moment."""
 
@@ -83,11 +101,16 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_transferring: int  # prefill: parked; decode: being received
     num_steps: int
     kv_bytes_received: int = 0
+    landing_bytes: int = 0  # decode: memory for KV of another layout; 0: no peer needed it yet
+    landing_bytes_asked: int = 0  # of it: taken now, or waited for
     # What went wrong since this process started, and was dealt with.
     num_kv_mismatched: int = 0  # received KV that was not what was promised; never used
     num_leases_ended: int = 0  # KV that nobody pulled in time
     num_signals_refused: int = 0  # messages of peers that could not be understood or allowed
     num_stale: int = 0  # messages that came too late or twice
+    num_lanes_failed: int = 0  # connections to a peer's KV that broke while they were used
+    num_fallbacks: int = 0  # connections that are not the preferred ones, because these failed
+    lanes: list[LaneStatus] = []  # decode: of the peers that it is connected to
     is_leaving: bool = False  # an order to drain or to change its role is prepared
     has_failed: bool = False  # the engine ended by a bug: this process is about to end
 
@@ -96,5 +119,5 @@ record_decoder: Decoder[WorkerRecord] = Decoder(
     WorkerRecord, bytes_max=RECORD_BYTES_MAX, as_json=True
 )
 status_decoder: Decoder[WorkerStatus] = Decoder(
-    WorkerStatus, bytes_max=RECORD_BYTES_MAX, as_json=True
+    WorkerStatus, bytes_max=STATUS_BYTES_MAX, as_json=True
 )

@@ -27,6 +27,7 @@ from neuron_di.wire.codec import (
     BoundedRequestId,
     Decoder,
 )
+from neuron_di.wire.regions import KvForm
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -174,9 +175,10 @@ class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     verify_s: float = 0.0  # prefill: digests made; decode: digests compared
     num_prompt: int = 0
     num_generated: int = 0  # output ids known at its end, those that were given included
-    link: str = ""  # name of the transfer engine; "" when nothing moved
+    link: str = ""  # name of the transfer engine; "" when no KV came or went
+    form: KvForm | None = None  # how it came; None likewise
     kv_blocks: int = 0
-    kv_bytes: int = 0
+    kv_bytes: int = 0  # that were moved: none where blocks changed their owner
     transfer_s: float = 0.0
 
 

@@ -8,6 +8,8 @@
     LookupAll        ->                                    "is this request's KV there?"
                      <-                 NotYet             prefill is not finished; Ready follows
                      <-                 Never              it failed, was cancelled, or is over
+                     <-                 LayerReady         one layer of some of its blocks is there
+    PullLayer        ->                      where a send must be posted for it; nothing is promised
                      <-                 Ready              all ids, whose KV it is, where it lies
     Hold                 ->                            Ready is here, a slot is not: keep the KV
     Pull             ->                                    a slot is free: the transfer starts now
@@ -27,22 +29,11 @@ import msgspec
 
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire.codec import SIGNAL_BYTES_MAX, BoundedAttempt, BoundedRequestId, Decoder
+from neuron_di.wire.regions import EngineName, KvForm, LayoutFields, Offers
 
-SIGNAL_VERSION = 2
+SIGNAL_VERSION = 3
 REASON_CHARS_MAX = 1000
-
-
-class ShmRegion(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):
-    """A KV pool in shared memory of this host, reached as an open file of its owner."""
-
-    pid: int
-    fd: int
-    incarnation: Incarnation  # also stands in the segment's header: a reused pid is noticed
-    num_blocks: int
-
-
-# One member per kind of transfer engine.
-Region = ShmRegion
+PIECES_MAX = 4096  # of one request's KV that is streamed
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="handshake"):
@@ -51,7 +42,7 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="handshake"):
     incarnation: Incarnation
     expects: Incarnation  # the incarnation the sender was told to talk to
     model_digest: str
-    layout_digest: str
+    layout_digest: str  # of what two KV layouts must agree in: KvLayout.exchange_digest
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -68,16 +59,23 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class KvMapInit(msgspec.Struct, frozen=True, kw_only=True, tag="kv_map_init"):
-    region: Region
+    """The sender's KV: its geometry, and every way to move it, the preferred first."""
+
+    layout: LayoutFields
+    offers: Offers
 
 
 class KvMap(msgspec.Struct, frozen=True, kw_only=True, tag="kv_map"):
-    region: Region
+    """As KvMapInit. Of what could move it, what is prepared for this peer."""
+
+    layout: LayoutFields
+    offers: Offers
 
 
 class LookupAll(msgspec.Struct, frozen=True, kw_only=True, tag="lookup_all"):
     request_id: BoundedRequestId
     attempt: BoundedAttempt
+    streams: bool = False  # layers are welcome while the prefill computes
 
 
 class NotYet(msgspec.Struct, frozen=True, kw_only=True, tag="not_yet"):
@@ -91,6 +89,31 @@ class Never(msgspec.Struct, frozen=True, kw_only=True, tag="never"):
     reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
 
 
+class LayerReady(msgspec.Struct, frozen=True, kw_only=True, tag="layer_ready"):
+    """One layer of full blocks, or of a prompt's last one, was computed: it may be fetched.
+
+    Nothing is promised: what was fetched is believed only when it matches the digests of Ready.
+    """
+
+    request_id: BoundedRequestId
+    attempt: BoundedAttempt
+    piece: Annotated[int, msgspec.Meta(ge=0, lt=PIECES_MAX)]  # the number of this message
+    layer: Annotated[int, msgspec.Meta(ge=0)]
+    first_block: Annotated[int, msgspec.Meta(ge=0)]  # its place in the request
+    block_ids: list[int]
+    generations: list[int]
+    num_blocks: Annotated[int, msgspec.Meta(ge=1)]  # of the whole request
+
+
+class PullLayer(msgspec.Struct, frozen=True, kw_only=True, tag="pull_layer"):
+    """Post the send of this piece. Only of an engine that needs one."""
+
+    request_id: BoundedRequestId
+    attempt: BoundedAttempt
+    piece: Annotated[int, msgspec.Meta(ge=0, lt=PIECES_MAX)]
+    engine: EngineName
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Everything the decode worker needs to continue: it never re-tokenises or re-samples.
 
@@ -102,7 +125,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     attempt: BoundedAttempt
     worker_id: WorkerId
     incarnation: Incarnation
-    layout_digest: str
+    layout_digest: str  # of exactly this layout
     prompt_ids: list[int]
     generated: list[int]  # output ids so far, the newest last; its KV is not there yet
     block_ids: list[int]  # in the prefill worker's pool, in token order
@@ -124,12 +147,19 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
 class Pull(msgspec.Struct, frozen=True, kw_only=True, tag="pull"):
     request_id: BoundedRequestId
     attempt: BoundedAttempt
-    block_ids: list[int]  # destination blocks, in the decode worker's pool
+    engine: EngineName  # how: one that both offered, and that worked when it was tried
+    # Destination blocks in the decode worker's pool, those that it has already included. Where
+    # owners change instead of bytes, what the prefill worker gets in exchange.
+    block_ids: list[int]
+    # Blocks of Ready that the decode worker has already, from the first on: they are not moved.
+    num_held: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     request_id: BoundedRequestId
     attempt: BoundedAttempt
+    engine: EngineName
+    form: KvForm
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)]
     transfer_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]  # no NaN: it is passed on as JSON
 
@@ -152,8 +182,8 @@ class Malformed(msgspec.Struct, frozen=True, kw_only=True, tag="malformed"):
     reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
 
 
-FromDecode = Handshake | KvMapInit | LookupAll | Hold | Pull | Done | Abort | Ping
-FromPrefill = Welcome | Refused | KvMap | NotYet | Never | Ready | Pong | Malformed
+FromDecode = Handshake | KvMapInit | LookupAll | PullLayer | Hold | Pull | Done | Abort | Ping
+FromPrefill = Welcome | Refused | KvMap | NotYet | Never | LayerReady | Ready | Pong | Malformed
 
 from_decode_decoder: Decoder[FromDecode] = Decoder(
     FromDecode, bytes_max=SIGNAL_BYTES_MAX, as_json=False

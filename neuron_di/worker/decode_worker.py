@@ -17,7 +17,7 @@ from neuron_di.errors import (
 from neuron_di.kv import KvLayout
 from neuron_di.obs.sync_point import reach
 from neuron_di.request import Request, TokenRules, check_sampling, resolve_max_tokens
-from neuron_di.transfer import NeuronConnector, RecvBuffer, TransferToken
+from neuron_di.transfer import Arrival, NeuronConnector, RecvBuffer, TransferToken
 from neuron_di.types import BlockId
 from neuron_di.wire import DecodeLeg, LegEvent, Ready
 from neuron_di.worker.leg_report import LegReport
@@ -31,7 +31,7 @@ class _Incoming:
 
     buffer: RecvBuffer
     ready: Ready
-    pulled: TransferToken | None = None
+    pulled: Arrival | None = None
 
 
 class DecodeWorker:
@@ -70,7 +70,7 @@ class DecodeWorker:
                 ready = await buffer.lookup(*key, queue.deadline, self._on_lost)
             incoming = self._incoming[key] = _Incoming(buffer, ready)
             try:
-                self.engine.submit(self._request(leg, ready, rules))
+                self.engine.submit(self._request(leg, incoming, rules))
                 while True:
                     event = await queue.get()
                     if isinstance(event, Emitted):
@@ -97,16 +97,18 @@ class DecodeWorker:
         if incoming is None:
             token.complete(KvMissing("the leg ended before its transfer"))
             return
+        ready = incoming.ready
         # The request holds blocks for its whole answer; the prompt's KV fills the first ones.
-        destination = block_ids[: len(incoming.ready.block_ids)]
+        destination = block_ids[: self._layout.num_blocks_for(ready.num_tokens)]
         reach("transferring")
         try:
-            pulled = incoming.pulled = incoming.buffer.pull(incoming.ready, destination)
+            pulled = incoming.pulled = incoming.buffer.pull(ready, destination)
         except Exception as error:  # a token that never ends would hold its blocks for ever
             token.complete(LocalProtocolError(f"the pull failed: {type(error).__name__}"))
             raise
 
         def on_done(done: TransferToken) -> None:
+            token.adopted_ids = done.adopted_ids
             token.complete(done.error())
 
         pulled.on_done(on_done)
@@ -115,14 +117,15 @@ class DecodeWorker:
         """The KV that a leg waits for will not arrive."""
         self._legs.dispatch([Broken(key, error)])
 
-    def _request(self, leg: DecodeLeg, ready: Ready, rules: TokenRules | None) -> Request:
+    def _request(self, leg: DecodeLeg, incoming: _Incoming, rules: TokenRules | None) -> Request:
         """Check the peer's word, then take over where prefill stopped: its tokens are given."""
+        ready, layout = incoming.ready, incoming.buffer.layout
         check_sampling(leg.sampling, self._num_vocab)
         num_prompt, num_given = len(ready.prompt_ids), len(ready.generated)
         if (
             num_given != leg.num_emitted + 1
             or ready.num_tokens != num_prompt + leg.num_emitted
-            or len(ready.block_ids) != self._layout.num_blocks_for(ready.num_tokens)
+            or len(ready.block_ids) != layout.num_blocks_for(ready.num_tokens)
             or not all(0 <= token < self._num_vocab for token in ready.prompt_ids)
             or not all(0 <= token < self._num_vocab for token in ready.generated)
         ):
@@ -148,8 +151,6 @@ class DecodeWorker:
         self.kv_bytes_received += incoming.pulled.kv_bytes
         return self._report.finished(
             event,
-            kv_blocks=len(incoming.ready.block_ids),
-            kv_bytes=incoming.pulled.kv_bytes,
-            transfer_s=incoming.pulled.transfer_s,
-            verify_s=incoming.pulled.verify_s,
+            kv_blocks=self._layout.num_blocks_for(incoming.ready.num_tokens),
+            arrived=incoming.pulled,
         )

@@ -5,30 +5,22 @@ from typing import Literal
 
 from neuron_di.engine import Ended, Timing
 from neuron_di.errors import NeuronDiError
+from neuron_di.transfer import Arrival
 from neuron_di.types import WorkerId
 from neuron_di.wire import Done, Failed, Finished, LegReceipt, Released
 
 
 class LegReport:
-    """Knows who this worker is and which link moves its KV."""
+    """Knows who this worker is."""
 
-    def __init__(
-        self, worker_id: WorkerId, role: Literal["prefill", "decode", "both"], link: str
-    ) -> None:
+    def __init__(self, worker_id: WorkerId, role: Literal["prefill", "decode", "both"]) -> None:
         self._worker_id: WorkerId = worker_id
         self._role: Literal["prefill", "decode", "both"] = role
-        self._link = link
 
     def finished(
-        self,
-        event: Ended,
-        *,
-        kv_blocks: int = 0,
-        kv_bytes: int = 0,
-        transfer_s: float = 0.0,
-        verify_s: float = 0.0,
+        self, event: Ended, *, kv_blocks: int = 0, arrived: Arrival | None = None
     ) -> Finished:
-        """The request is complete; the numbers say what was received for it, if anything."""
+        """The request is complete; `arrived` says what was received for it, if anything."""
         timing = event.timing
         return Finished(
             reason=event.reason,
@@ -46,11 +38,12 @@ class LegReport:
                 decode_s=timing.decode_s,
                 num_prompt=event.num_prompt,
                 num_generated=event.num_generated,
-                link=self._link if kv_bytes else "",
+                link=arrived.engine if arrived is not None else "",
+                form=arrived.form if arrived is not None else None,
                 kv_blocks=kv_blocks,
-                kv_bytes=kv_bytes,
-                transfer_s=transfer_s,
-                verify_s=verify_s,
+                kv_bytes=arrived.kv_bytes if arrived is not None else 0,
+                transfer_s=arrived.transfer_s if arrived is not None else 0.0,
+                verify_s=arrived.verify_s if arrived is not None else 0.0,
             ),
         )
 
@@ -74,7 +67,8 @@ class LegReport:
                 prefill_s=timing.prefill_s,
                 num_prompt=num_prompt,
                 num_generated=num_generated,
-                link=self._link,
+                link=done.engine,
+                form=done.form,
                 kv_blocks=kv_blocks,
                 kv_bytes=done.kv_bytes,
                 transfer_s=done.transfer_s,

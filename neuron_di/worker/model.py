@@ -13,8 +13,14 @@ from neuron_di.backends import (
     plan_memory,
 )
 from neuron_di.config import EngineOptions
-from neuron_di.kv import KvLayout, segment_bytes
-from neuron_di.models import LoadProgress, ModelSpec, checkpoint_digest, resolve_checkpoint
+from neuron_di.kv import KvLayout, KvPool, PoolMaker, segment_bytes
+from neuron_di.models import (
+    LoadProgress,
+    ModelSpec,
+    checkpoint_digest,
+    require_divisible,
+    resolve_checkpoint,
+)
 from neuron_di.obs import get_logger
 from neuron_di.request import Tokenizer
 from neuron_di.types import Incarnation, Role
@@ -77,17 +83,22 @@ def load_model(
     *,
     num_siblings: int = 1,
     on_progress: LoadProgress | None = None,
+    arena: PoolMaker | None = None,
 ) -> LoadedModel:
     """Load a checkpoint for one worker. Blocks. Raises ConfigError or CheckpointError.
 
-    `num_siblings` workers, this one included, share the memory that is free now.
+    `num_siblings` workers, this one included, share the memory that is free now. The pool lies in
+    `arena`, if there is one, where an earlier worker of this name may have left its blocks.
     """
     available_bytes = available_memory_bytes() // num_siblings
     folder = resolve_checkpoint(model)
     spec = ModelSpec.from_folder(folder)
     tokenizer = Tokenizer.load(folder)
     dtype = "float32" if options.dtype == "auto" else options.dtype
-    layout = spec.kv_layout(block_size=options.block_size, dtype=dtype)
+    require_divisible(spec, options.tp)
+    layout = spec.kv_layout(block_size=options.block_size, dtype=dtype, num_ranks=options.tp)
+    if arena is not None:
+        available_bytes += arena.held_bytes(layout)
     pool_plan = PoolPlan(spec=spec, layout=layout, options=options, available_bytes=available_bytes)
     num_blocks = pool_plan.num_blocks(role)
     plan = plan_memory(spec, layout, num_blocks=num_blocks, chunk_tokens=options.chunk_tokens)
@@ -109,6 +120,7 @@ def load_model(
             num_blocks=num_blocks,
             incarnation=incarnation,
             num_threads=options.threads or os.cpu_count() or 1,
+            make_pool=arena or KvPool.create,
             on_progress=on_progress,
         ),
     )

@@ -148,7 +148,7 @@ class PeerConnections:
             and record.signal_port != 0
             and record.model_digest == own.model_digest
             and record.layout_digest == own.layout_digest
-            and record.transfer == own.transfer
+            and not set(record.transfer).isdisjoint(own.transfer)
             and self._connector.may_talk_to(record.peer_address())
         )
 

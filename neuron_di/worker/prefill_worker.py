@@ -6,6 +6,7 @@ Next: neuron_di/core/prefill_scheduler.py
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from neuron_di.clock import now_s
 from neuron_di.engine import Broken, Emitted, Ended, Engine, Key, PrefillParked
@@ -13,6 +14,7 @@ from neuron_di.errors import NeuronDiError
 from neuron_di.kv import KvIdentity, KvPool, block_digests
 from neuron_di.obs.sync_point import reach
 from neuron_di.transfer import LocalWorker, NeuronConnector, TransferToken
+from neuron_di.types import BlockId
 from neuron_di.wire import Done, LegEvent, Parked, PrefillLeg, Ready
 from neuron_di.worker.leg_report import LegReport
 from neuron_di.worker.live_legs import HandedOver, LegQueue, LiveLegs
@@ -40,6 +42,7 @@ class PrefillWorker:
         self._report = report
         self._send_buffer = connector.open_send_buffer(self.on_hand_over)
         self.signal_port = self._send_buffer.port
+        engine.watch_layers = partial(self._send_buffer.layers.watch, pool)
 
     async def run(self, leg: PrefillLeg) -> AsyncGenerator[LegEvent, None]:
         """Answer one leg. Leaving it, in whatever way, frees the request's blocks."""
@@ -127,7 +130,7 @@ class PrefillWorker:
         block_ids = list(request.block_ids)
         generations = self._pool.generations(block_ids)
         digests = await asyncio.get_running_loop().run_in_executor(
-            None, block_digests, self._pool, block_ids, identity
+            None, self._digests, block_ids, identity, request.num_computed
         )
         return Ready(
             request_id=request.request_id,
@@ -142,3 +145,11 @@ class PrefillWorker:
             digests=digests,
             num_tokens=request.num_computed,
         )
+
+    def _digests(
+        self, block_ids: list[BlockId], identity: KvIdentity, num_tokens: int
+    ) -> list[int]:
+        """Of the KV in these blocks. An error where the pool is closed: then nobody needs them."""
+        pool = self._pool
+        with pool.view(block_ids[0]):  # it keeps the memory while it is read
+            return block_digests(pool.memory(), block_ids, identity, pool.layout, num_tokens)

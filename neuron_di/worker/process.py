@@ -21,10 +21,11 @@ from neuron_di.config import (
 )
 from neuron_di.errors import ConfigError
 from neuron_di.etcd import RegistryLike, open_registry
+from neuron_di.kv import PoolMaker
 from neuron_di.obs import LaunchReport, get_logger, say
 from neuron_di.registry import Announcer, keep_s_for
 from neuron_di.registry.announcer import ANNOUNCE_TTL_S
-from neuron_di.types import Role
+from neuron_di.types import Role, WorkerId
 from neuron_di.worker.announced_host import announced_host, as_announced
 from neuron_di.worker.model import LoadedModel, load_model, missing_memory, renewed
 from neuron_di.worker.orders import Orders, RoleImpossible
@@ -46,7 +47,7 @@ def run_worker(options: WorkerOptions) -> None:
         )
     raise_descriptor_limit()
     if options.core is not None:
-        _pin(options.core)
+        _pin(options.core, options.engine.tp)
     is_child = options.parent_pid is not None
 
     def on_progress(done_bytes: int, total_bytes: int) -> None:
@@ -60,6 +61,7 @@ def run_worker(options: WorkerOptions) -> None:
         options.engine,
         num_siblings=options.num_siblings,
         on_progress=on_progress,
+        arena=_arena(options),
     )
     sock = bind(options.host, options.port)
     with sock:
@@ -68,6 +70,13 @@ def run_worker(options: WorkerOptions) -> None:
             was_ordered = runner.run(_serve(options, model, sock))
     if is_child and was_ordered:
         say(LaunchReport(event="drained"))
+
+
+def _arena(options: WorkerOptions) -> PoolMaker | None:
+    """Where `neuron-di serve` gave its workers an arena for their pools."""
+    if options.kv_arena_fd is None or options.worker_id is None:
+        return None
+    return PoolMaker(options.kv_arena_fd, WorkerId(options.worker_id))
 
 
 def _check(limits: HandOverOptions) -> None:
@@ -91,9 +100,13 @@ def _with_addresses(options: WorkerOptions, sock: socket.socket) -> WorkerOption
     )
 
 
-def _pin(core: int) -> None:
+def _pin(core: int, count: int) -> None:
+    """To this core and those after it, one for each rank: the other ranks inherit them."""
+    cores = sorted(os.sched_getaffinity(0))
     try:
-        os.sched_setaffinity(0, {core})
+        first = cores.index(core) if core in cores else 0
+        others = {cores[(first + step) % len(cores)] for step in range(1, count)}
+        os.sched_setaffinity(0, {core} | others)
     except OSError as error:
         raise ConfigError(f"cannot pin this worker to core {core}: {error}") from None
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from neuron_di.backends import available_memory_bytes
 from neuron_di.clock import Deadline, unix_s
 from neuron_di.config import WorkerOptions
 from neuron_di.core import (
@@ -22,17 +23,18 @@ from neuron_di.request import template_traits
 from neuron_di.transfer import (
     ConnectorOptions,
     HandOverCounters,
+    LaneSet,
     LocalWorker,
     NeuronConnector,
-    ShmEngine,
     SignalTransport,
     TransferEngine,
     ZmqTransport,
+    make_engines,
     make_signal_keys,
     transfer_domain,
 )
 from neuron_di.types import WorkerId, WorkerState
-from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
+from neuron_di.wire import LANES_MAX, PROTOCOL_VERSION, LaneStatus, WorkerRecord, WorkerStatus
 from neuron_di.worker.combined_worker import CombinedWorker
 from neuron_di.worker.decode_worker import DecodeWorker
 from neuron_di.worker.leg_report import LegReport
@@ -43,12 +45,17 @@ from neuron_di.worker.prompts import PromptReader
 
 _log = get_logger(__name__)
 
+_LANDING_SHARE_MAX = 4  # of what memory is left, one of so many parts may be landing memory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What a worker stands on. A simulation puts others in their place."""
+    """What a worker stands on. A simulation puts others in their place.
 
-    make_transfer: Callable[[KvPool], TransferEngine] = ShmEngine
+    `make_transfer` makes its transfer engines, one or several; None: by its options.
+    """
+
+    make_transfer: Callable[[KvPool], TransferEngine | Sequence[TransferEngine]] | None = None
     make_transport: Callable[[], SignalTransport] = ZmqTransport
     start_engine: Callable[[Engine], None] = Engine.start
     notify_engine: Callable[[], None] | None = None  # None: its thread waits by itself
@@ -81,11 +88,13 @@ class Worker:
         self.decode: DecodeWorker | None = None
         self.combined: CombinedWorker | None = None
         self._connector: NeuronConnector | None = None
-        self._transfer: TransferEngine | None = None
+        self._lanes: LaneSet | None = None
+        self._transfer_domains: list[str] = []
         self._signal_keys = make_signal_keys(options.hand_over.signal_curve)
-        self._layout_digest = model.backend.layout.digest()
+        self._layout_digest = self._local().exchange_digest
         self._traits = template_traits(model.tokenizer.chat_template_source)
-        self._block_pool = BlockPool(model.backend.pool.num_blocks)
+        pool = model.backend.pool
+        self._block_pool = BlockPool.of(pool.block_ids(), pool.exchanges)
         self.prompts = PromptReader(
             model.tokenizer,
             num_vocab=model.backend.num_vocab,
@@ -137,11 +146,12 @@ class Worker:
             signal_key=self._signal_keys.public if self._signal_keys is not None else None,
             started_unix_s=self._started_unix_s,
             numerics=self._numerics(),
-            transfer=transfer_domain(self._transfer) if self._transfer is not None else "",
+            transfer=self._transfer_domains,
             connections=self._connector.connections() if self._connector is not None else [],
             num_legs=len(self.legs),
             slots=self._slots(),
             num_vocab=self._model.backend.num_vocab,
+            num_ranks=self._model.backend.layout.num_ranks,
             tool_format=self._traits.tool_format,
             reasoning=self._traits.reasoning,
         )
@@ -158,6 +168,7 @@ class Worker:
         """The record and the load at this moment. Counters only: read without a lock."""
         blocks = self._engine.blocks
         counters = self._connector.counters if self._connector else HandOverCounters()
+        landing = self._connector.landing if self._connector else None
         return WorkerStatus(
             record=self.record(),
             num_blocks=blocks.total,
@@ -173,13 +184,30 @@ class Worker:
             num_transferring=self._scheduler.num_transferring,
             num_steps=self._engine.num_steps,
             kv_bytes_received=self.decode.kv_bytes_received if self.decode is not None else 0,
+            landing_bytes=landing.num_bytes_open if landing is not None else 0,
+            landing_bytes_asked=landing.num_bytes_asked if landing is not None else 0,
             num_kv_mismatched=counters.num_kv_mismatched,
             num_leases_ended=counters.num_leases_ended,
             num_signals_refused=counters.num_signals_refused,
             num_stale=counters.num_stale,
+            num_lanes_failed=counters.num_lanes_failed,
+            num_fallbacks=counters.num_fallbacks,
+            lanes=self._lane_statuses(),
             is_leaving=self.leaving is not None and not self.leaving.has_passed(),
             has_failed=self._engine.has_failed,
         )
+
+    def _lane_statuses(self) -> list[LaneStatus]:
+        lanes = self._connector.lanes() if self._connector is not None else []
+        return [
+            LaneStatus(
+                peer=peer.worker_id,
+                engine=lane.name,
+                reason=lane.reason,
+                connect_s=lane.connect_s,
+            )
+            for peer, lane in lanes[:LANES_MAX]
+        ]
 
     def lease_left_s(self) -> float | None:
         """Seconds until parked KV that nobody pulls is given up; None: none is parked."""
@@ -206,8 +234,10 @@ class Worker:
         """Wait for what was still said and copied. Blocks."""
         if self._connector is not None:
             self._connector.wait_closed()
-        if self._transfer is not None:
-            self._transfer.close()
+        if self._lanes is not None:
+            self._lanes.close()
+        if self._connector is not None:
+            self._connector.landing.close()
 
     def _assemble(self) -> tuple[Scheduler, Engine]:
         """Build what the role needs, from the scheduler up to the legs."""
@@ -221,13 +251,14 @@ class Worker:
                 waiting_max=limits.waiting_max,
             )
             engine = self._engine_for(combined)
-            report = LegReport(self.worker_id, "both", "")
+            report = LegReport(self.worker_id, "both")
             self.combined = CombinedWorker(engine, self.prompts, self.legs, report)
             return combined, engine
-        self._transfer = self._parts.make_transfer(self._model.backend.pool)
+        self._lanes = LaneSet(self._make_engines())
+        self._transfer_domains = [transfer_domain(engine) for engine in self._lanes.engines]
         local = self._local()
-        self._connector = self._connect_to_peers(local, self._transfer)
-        report = LegReport(self.worker_id, role, self._transfer.name)
+        self._connector = self._connect_to_peers(local, self._lanes)
+        report = LegReport(self.worker_id, role)
         if role == "prefill":
             prefill = PrefillScheduler(
                 self._block_pool,
@@ -264,10 +295,25 @@ class Worker:
             worker_id=self.worker_id,
             incarnation=self._model.incarnation,
             model_digest=self._model.digest,
-            layout_digest=self._layout_digest,
+            layout=self._model.backend.layout,
+            converts=self._options.kv_transfer.kv_convert,
+            context_tokens=self._model.context_tokens,
         )
 
-    def _connect_to_peers(self, local: LocalWorker, transfer: TransferEngine) -> NeuronConnector:
+    def _make_engines(self) -> Sequence[TransferEngine]:
+        options, pool = self._options, self._model.backend.pool
+        if self._parts.make_transfer is None:
+            return make_engines(
+                pool,
+                options.kv_transfer,
+                options.host,
+                announced_host=options.announce_host,
+                why_refused=options.addresses.why_refused,
+            )
+        made = self._parts.make_transfer(pool)
+        return made if isinstance(made, Sequence) else [made]
+
+    def _connect_to_peers(self, local: LocalWorker, lanes: LaneSet) -> NeuronConnector:
         options, backend = self._options, self._model.backend
         static_port = (options.static_peer or ":0").rpartition(":")[2]
         if options.role == "decode" and not static_port.isdigit():
@@ -279,14 +325,15 @@ class Worker:
             static_peer=options.static_peer,
             static_peer_key=options.static_peer_key,
             has_directory=options.registry is not None or bool(options.etcd.etcd),
+            landing_bytes=options.kv_transfer.landing_memory,
+            landing_bytes_max=available_memory_bytes() // _LANDING_SHARE_MAX,
             keys=self._signal_keys,
         )
         return NeuronConnector(
             local,
-            transfer,
+            lanes,
             backend.pool,
             connector_options,
-            block_bytes=backend.layout.block_bytes,
             transport=self._parts.make_transport(),
         )
 

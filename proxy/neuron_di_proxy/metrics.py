@@ -74,7 +74,8 @@ class Metrics(Collector):
         self._transfer_failures: Counter[str] = Counter()
         self._traces: Counter[str] = Counter()
         self._transfers: dict[str, Histogram] = {}  # by link
-        self._kv_bytes = 0
+        self._hand_overs: Counter[tuple[str, str]] = Counter()  # by link and form
+        self._kv_bytes: Counter[str] = Counter()  # by link
         self._verify_s = 0.0
         self.connections = ConnectionCounts()
 
@@ -102,9 +103,11 @@ class Metrics(Collector):
         if receipt.grade is not None:
             self._continued[receipt.grade] += 1
         self._verify_s += receipt.verify_s
-        if receipt.kv_bytes:
-            self._kv_bytes += receipt.kv_bytes
-            self._transfers_on(receipt.link).observe(receipt.transfer_s)
+        if receipt.link:
+            link = self._bounded_link(receipt.link)
+            self._hand_overs[link, receipt.form or ""] += 1
+            self._kv_bytes[link] += receipt.kv_bytes
+            self._transfers[link].observe(receipt.transfer_s)
 
     def count_refused(self, code: str) -> None:
         """A request was refused before anything was tried."""
@@ -132,7 +135,18 @@ class Metrics(Collector):
                 ("code",),
                 _keyed(self._transfer_failures),
             ),
-            ("kv_bytes", "bytes of KV that were moved for answers", (), {(): self._kv_bytes}),
+            (
+                "hand_overs",
+                "answers whose KV went from one worker to another",
+                ("link", "form"),
+                self._hand_overs,
+            ),
+            (
+                "kv_bytes",
+                "bytes of KV that were moved for answers",
+                ("link",),
+                _keyed(self._kv_bytes),
+            ),
             ("kv_verify_seconds", "spent on digests of that KV", (), {(): self._verify_s}),
             ("traces", "traces of answers, by export", ("outcome",), _keyed(self._traces)),
             (
@@ -158,13 +172,13 @@ class Metrics(Collector):
         yield from worker_families(reports, gauges.pair_results())
         yield from directory_families(reports, gauges.candid_directory())
 
-    def _transfers_on(self, link: str) -> Histogram:
-        known = self._transfers.get(link)
-        if known is not None:
-            return known
-        if len(self._transfers) >= LINKS_MAX:
-            link = OTHER
-        return self._transfers.setdefault(link, Histogram(TRANSFER_BUCKETS_S))
+    def _bounded_link(self, link: str) -> str:
+        """The name that a link is counted by: workers might say any."""
+        if link not in self._transfers:
+            if len(self._transfers) >= LINKS_MAX:
+                link = OTHER
+            self._transfers.setdefault(link, Histogram(TRANSFER_BUCKETS_S))
+        return link
 
     def _handed_over(self) -> Metric:
         transfers = HistogramMetricFamily(

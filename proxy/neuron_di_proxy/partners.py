@@ -22,13 +22,13 @@ def why_alone(records: Sequence[WorkerRecord]) -> dict[Process, str]:
     """The ready workers that are half of a pair and have no other half, each with the reason."""
     ready = [record for record in records if record.state == "ready"]
     reasons: dict[Process, str] = {}
-    known: dict[tuple[Role | str, ...], str] = {}  # many workers are alike
+    known: dict[tuple[object, ...], str] = {}  # many workers are alike
     for record in ready:
         role = _PARTNER.get(record.role)
         if role is None:
             continue
-        digests = (record.model_digest, record.layout_digest, record.transfer)
-        kind = (record.role, record.model, *digests)
+        digests = (record.model_digest, record.layout_digest, tuple(record.transfer))
+        kind = (record.role, record.model, digests)
         if kind not in known:
             known[kind] = _why_alone(record, [each for each in ready if each.role == role], role)
         if known[kind]:
@@ -51,7 +51,8 @@ def _why_alone(record: WorkerRecord, partners: list[WorkerRecord], role: Role) -
     if record.layout_digest != other.layout_digest:
         shown = shown_digest(record.layout_digest)
         return f"KV layout {shown} differs from {other.worker_id}'s"
-    return f"{record.transfer!r} moves its KV, {other.transfer!r} that of {other.worker_id}"
+    own, others = (", ".join(each.transfer) or "nothing" for each in (record, other))
+    return f"{own} can move its KV, {others} that of {other.worker_id}"
 
 
 def _num_alike(one: WorkerRecord, other: WorkerRecord) -> int:

@@ -7,7 +7,7 @@ import msgspec
 
 from neuron_di.clock import now_s
 from neuron_di.types import FinishReason, RequestId, WorkerId
-from neuron_di.wire import Finished, LegReceipt, Token
+from neuron_di.wire import Finished, KvForm, LegReceipt, Token
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.tenant import EVERYBODY
 
@@ -61,8 +61,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[AttemptReceipt]
     continued: int  # attempts that went on after tokens had been sent
     grade: Grade | None  # of a continued answer
-    link: str  # what moved the KV; "" when nothing moved
-    kv_bytes: int  # moved from prefill to decode
+    link: str  # the transfer engine that brought the KV; "" when none came
+    form: KvForm | None = None  # how; None likewise
+    kv_bytes: int  # moved from prefill to decode: none where blocks changed their owner
     transfer_s: float
     verify_s: float  # digests made and compared, both ends together
     prefill: LegReceipt | None  # None: that leg said nothing before the request ended
@@ -123,7 +124,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
                 self.attempts[-1].prefill,
                 self.attempts[-1].decode,
             )
-        link, kv_bytes, transfer_s, verify_s = _transfer_of(prefill, decode)
+        link, form, kv_bytes, transfer_s, verify_s = _transfer_of(prefill, decode)
         continued = self.continued()
         num_prompt, num_cached = self._prompt_counts()
         num_emitted = len(self.emitted)
@@ -152,6 +153,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             continued=continued.continued if continued else 0,
             grade=continued.grade if continued else None,
             link=link,
+            form=form,
             kv_bytes=kv_bytes,
             transfer_s=transfer_s,
             verify_s=verify_s,
@@ -175,16 +177,17 @@ def durations_of(receipt: Receipt) -> dict[str, float]:
 
 def _transfer_of(
     prefill: LegReceipt | None, decode: LegReceipt | None
-) -> tuple[str, int, float, float]:
-    """(link, bytes of KV, seconds of the transfer, seconds of digests) of an attempt's legs."""
+) -> tuple[str, KvForm | None, int, float, float]:
+    """(link, form, bytes of KV, seconds of the transfer and of digests) of an attempt's legs."""
     if prefill is None or decode is None or prefill is decode:
         leg = prefill if decode is None else decode
         if leg is None:
-            return "", 0, 0.0, 0
-        return leg.link, leg.kv_bytes, leg.transfer_s, leg.verify_s
+            return "", None, 0, 0.0, 0.0
+        return leg.link, leg.form, leg.kv_bytes, leg.transfer_s, leg.verify_s
     # Both ends may report the transfer; it happened once.
     return (
-        max(prefill.link, decode.link),
+        decode.link or prefill.link,
+        decode.form or prefill.form,
         max(prefill.kv_bytes, decode.kv_bytes),
         max(prefill.transfer_s, decode.transfer_s),
         prefill.verify_s + decode.verify_s,

@@ -75,6 +75,7 @@ class Whole(msgspec.Struct, frozen=True):
 
 Route = Pair | Whole
 
+_Kind = tuple[str, str, tuple[str, ...]]  # digests of model and layout, what moves KV
 _Unfit = Callable[[WorkerRecord], object]  # what it returns is true where the worker will not do
 
 
@@ -84,16 +85,24 @@ class _Ready:
     def __init__(self) -> None:
         self.prefills: list[WorkerRecord] = []
         self.wholes: list[WorkerRecord] = []
-        self._decodes: dict[tuple[str, ...], list[WorkerRecord]] = {}
-        # The same lists by the prefill worker's record, which `prefills` keeps: asked for often.
+        self._all_decodes: list[WorkerRecord] = []
+        # Those that fit prefill workers of one kind, and the same lists by the prefill worker's
+        # record, which `prefills` keeps: asked for often.
+        self._decodes: dict[_Kind, list[WorkerRecord]] = {}
         self._decodes_of: dict[int, list[WorkerRecord]] = {}
 
     def add(self, record: WorkerRecord) -> None:
         if record.role == "prefill":
             self.prefills.append(record)
-            self._decodes_of[id(record)] = self._decodes.setdefault(_digests(record), [])
+            kind = _kind(record)
+            if kind not in self._decodes:
+                self._decodes[kind] = [each for each in self._all_decodes if fits(record, each)]
+            self._decodes_of[id(record)] = self._decodes[kind]
         elif record.role == "decode":
-            self._decodes.setdefault(_digests(record), []).append(record)
+            self._all_decodes.append(record)
+            for kind, listed in self._decodes.items():
+                if _is_fit(kind, _kind(record)):
+                    listed.append(record)
         else:
             self.wholes.append(record)
 
@@ -283,7 +292,10 @@ class Router:
         decodes = _of_role(usable, "decode")
         if any(fits(p, d) for p in _of_role(usable, "prefill") for d in decodes):
             return ""
-        return f"no prefill and decode worker for model {model!r} agree on weights and KV layout"
+        return (
+            f"no prefill and decode worker for model {model!r} agree on weights, KV layout and "
+            "transfer engine"
+        )
 
     def _note_turn(self, chosen: WorkerRecord, candidates: list[WorkerRecord]) -> None:
         """It is the last of its list now."""
@@ -303,12 +315,16 @@ _HALVES: tuple[Role, Role] = ("prefill", "decode")
 
 def fits(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
     """True when `decode` can continue on KV that `prefill` computed, by what both say."""
-    return _digests(prefill) == _digests(decode)
+    return _is_fit(_kind(prefill), _kind(decode))
 
 
-def _digests(record: WorkerRecord) -> tuple[str, ...]:
-    """What two workers that hand over have in common."""
-    return record.model_digest, record.layout_digest, record.transfer
+def _kind(record: WorkerRecord) -> _Kind:
+    return record.model_digest, record.layout_digest, tuple(record.transfer)
+
+
+def _is_fit(one: _Kind, other: _Kind) -> bool:
+    """Weights and layout are the same, and something that moves KV reaches both."""
+    return one[:2] == other[:2] and any(each in other[2] for each in one[2])
 
 
 def _of_role(records: Iterable[WorkerRecord], role: Role) -> list[WorkerRecord]:

@@ -184,11 +184,11 @@ class SelfTest:
             outcome = "skipped" if failure_of(error).fault == "client" else "failed"
             reason = error.message
         else:
-            moved = max((r.kv_bytes for r in (attempt.prefill, attempt.decode) if r), default=0)
+            came = any(r.form is not None for r in (attempt.prefill, attempt.decode) if r)
             if len(tokens) != NUM_TOKENS:
                 outcome, reason = "failed", f"{len(tokens)} tokens came instead of {NUM_TOKENS}"
-            elif moved == 0:
-                outcome, reason = "failed", "no KV was moved"
+            elif not came:
+                outcome, reason = "failed", "no KV was handed over"
         self._conclude(PairResult(pair.prefill, pair.decode, outcome, reason, now_s()))
 
     def _note_slow(self, pair: Pair) -> None:

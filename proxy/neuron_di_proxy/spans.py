@@ -54,8 +54,12 @@ def spans_of(ended: EndedChoice) -> list[Span]:
         begin_s = max(accepted_s, parked_s - prefill.prefill_s)
         worker = {"neuron_di.worker": prefill.worker_id, "neuron_di.queued_s": prefill.queued_s}
         spans.append(_part(ended.trace, "prefill", begin_s, parked_s - begin_s, worker))
-    if receipt.kv_bytes:
-        moved = {"neuron_di.link": receipt.link, "neuron_di.kv_bytes": receipt.kv_bytes}
+    if receipt.link:
+        moved: dict[str, object] = {
+            "neuron_di.link": receipt.link,
+            "neuron_di.kv_bytes": receipt.kv_bytes,
+            "neuron_di.kv_form": receipt.form or "",
+        }
         duration_s = min(receipt.transfer_s, end_s - parked_s)
         spans.append(_part(ended.trace, "transfer", parked_s, duration_s, moved))
     if decode is not None:

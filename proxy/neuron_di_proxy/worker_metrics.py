@@ -19,9 +19,13 @@ _OF_WORKERS = {
     "num_blocks_free": ("blocks_free", "blocks of KV that are free"),
     "num_blocks_quarantined": ("blocks_quarantined", "blocks that a transfer may still touch"),
     "kv_bytes_received": ("kv_bytes_received", "bytes of KV that it received"),
+    "landing_bytes": ("landing_bytes", "bytes of memory for KV of another layout"),
+    "landing_bytes_asked": ("landing_bytes_asked", "bytes of that that are taken or waited for"),
     "num_kv_mismatched": ("kv_mismatched", "received KV that was not what was promised"),
     "num_leases_ended": ("leases_ended", "KV that nobody pulled in time"),
     "num_signals_refused": ("signals_refused", "messages of peers that were refused"),
+    "num_lanes_failed": ("lanes_failed", "connections to peers' KV that broke in use"),
+    "num_fallbacks": ("fallbacks", "connections to peers' KV by other than the preferred engine"),
     "num_stale": ("stale", "messages of peers that came too late or twice"),
 }
 

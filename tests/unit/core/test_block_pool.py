@@ -145,3 +145,50 @@ def test_check_integrity_finds(owned):
     pool.check_integrity([[0], [1]])
     with pytest.raises(LocalProtocolError):
         pool.check_integrity(owned)
+
+
+def make_shared(block_ids, exchanged):
+    """A pool of these blocks. What is put into `exchanged` has changed hands."""
+
+    def exchanges():
+        told = list(exchanged)
+        exchanged.clear()
+        return told
+
+    return BlockPool.of(block_ids, exchanges)
+
+
+def test_a_pool_of_some_blocks_hands_out_these_only():
+    pool = BlockPool.of([9, 3, 4, 5])
+    assert (pool.num_blocks, pool.num_free) == (4, 4)
+    assert pool.allocate(3) == [3, 4, 5]
+    pool.check_integrity([[3, 4, 5]])
+    for foreign in (0, 8, 10, 100, -1):
+        with pytest.raises(LocalProtocolError):
+            pool.free([foreign])
+    with pytest.raises(CapacityError):
+        pool.allocate(2)
+    assert pool.allocate(1) == [9]
+
+
+def test_a_block_that_came_takes_the_place_of_the_one_that_went():
+    exchanged = []
+    pool = make_shared([0, 1, 2, 3], exchanged)
+    first, second = pool.allocate(2), pool.allocate(1)
+    exchanged += [(1, 700), (2, 5), (5, 1)]
+    pool.follow_exchanges([first, second])
+    assert (first, second) == ([0, 700], [1])
+    assert (pool.num_blocks, pool.num_free) == (4, 1)
+    pool.check_integrity([first, second])
+    pool.free(first)
+    pool.free(second)
+    assert sorted(pool.allocate(4)) == [0, 1, 3, 700]
+
+
+@pytest.mark.parametrize("exchange", [(3, 9), (7, 9), (0, 1), (0, 3)])
+def test_an_exchange_that_cannot_be_is_a_bug(exchange):
+    exchanged = [exchange]
+    pool = make_shared([0, 1, 3], exchanged)
+    held = pool.allocate(2)
+    with pytest.raises(LocalProtocolError):
+        pool.follow_exchanges([held])

@@ -290,3 +290,70 @@ def test_every_place_of_a_block_is_counted():
     transfers["b"].end()
     scheduler.schedule()
     assert scheduler.count_blocks() == BlockCount(total=9, free=3, running=2, receiving=4)
+
+
+def make_exchanging(exchanged):
+    """A scheduler of blocks 10 to 17. What is put into `exchanged` has changed hands."""
+
+    def exchanges():
+        told = list(exchanged)
+        exchanged.clear()
+        return told
+
+    pool = BlockPool.of(range(10, 18), exchanges)
+    return DecodeScheduler(pool, block_size=4, batch_size=4, waiting_max=4)
+
+
+class Exchanged:
+    """A transfer that is done at its second look: by then blocks have changed hands."""
+
+    def __init__(self, exchanged, exchanges):
+        self._exchanged, self._exchanges = exchanged, exchanges
+
+    def is_done(self):
+        self._exchanged += self._exchanges
+        self._exchanges = []
+        return True
+
+    def error(self):
+        return None
+
+
+def test_a_request_runs_on_the_blocks_that_came_for_its_own():
+    exchanged = []
+    scheduler = make_exchanging(exchanged)
+    request = make_received("a", num_prompt=5, max_tokens=8)
+    scheduler.add(request)
+    assert scheduler.schedule() is None
+    assert request.block_ids == [10, 11, 12]
+    # It is said to be here at the very moment at which its blocks are exchanged.
+    scheduler.transfer_started(request, Exchanged(exchanged, [(10, 3), (11, 40)]))
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.requests == (request,)
+    assert request.block_ids == [3, 40, 12]
+    scheduler.check_integrity()
+    assert scheduler.count_blocks() == BlockCount(total=8, free=5, running=3)
+    scheduler.finish(request, "stop")
+    assert scheduler.is_idle()
+    scheduler.check_integrity()
+    assert scheduler.count_blocks() == BlockCount(total=8, free=8)
+
+
+def test_a_request_that_ends_while_its_blocks_are_exchanged_gives_back_those_that_came():
+    exchanged = []
+    scheduler = make_exchanging(exchanged)
+    request = make_received("a", num_prompt=5, max_tokens=8)
+    scheduler.add(request)
+    scheduler.schedule()
+    transfer = Transfer(request)
+    scheduler.transfer_started(request, transfer)
+    exchanged += [(10, 3), (11, 40)]
+    scheduler.follow_exchanges()  # as the engine does before it gives blocks up
+    scheduler.finish(request, "cancelled")
+    scheduler.check_integrity()
+    assert scheduler.count_blocks() == BlockCount(total=8, free=5, quarantined=3)
+    transfer.end()
+    scheduler.schedule()
+    scheduler.check_integrity()
+    assert scheduler.count_blocks() == BlockCount(total=8, free=8)

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-pytest.register_assert_rewrite("transfer_kit", "signal_words")
+pytest.register_assert_rewrite("transfer_kit", "bare_prefill", "signal_words")
 
 from transfer_kit import BareDecode, Decode, Prefill, until  # noqa: E402
 
 from neuron_di.types import RequestId  # noqa: E402
-from neuron_di.wire import Done, Welcome  # noqa: E402
+from neuron_di.wire import Done  # noqa: E402
 
 
 class Cluster:
@@ -57,12 +57,12 @@ async def served(cluster: Cluster) -> AsyncIterator[Prefill]:
 @pytest.fixture
 async def peer_of_served(served: Prefill) -> AsyncIterator[BareDecode]:
     with BareDecode(served) as peer:
-        assert isinstance(await peer.shake_hands(), Welcome)
+        await peer.connect()
         yield peer
 
 
 @pytest.fixture
 async def other_of_served(served: Prefill) -> AsyncIterator[BareDecode]:
     with BareDecode(served) as peer:
-        assert isinstance(await peer.shake_hands(), Welcome)
+        await peer.connect()
         yield peer

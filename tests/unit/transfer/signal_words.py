@@ -1,15 +1,15 @@
 """What a decode worker can say of a request, and how to bring a SendBuffer into any state."""
 
-from transfer_kit import BareDecode, Prefill, R
+from transfer_kit import BareDecode, Prefill, R, done_of, pull_of
 
-from neuron_di.wire import Abort, Done, FromDecode, Hold, LookupAll, Pull
+from neuron_di.wire import Abort, FromDecode, Hold, LookupAll
 from neuron_di.wire.handoff import SenderEvent, SenderState
 
 WORDS: dict[SenderEvent, FromDecode] = {
     SenderEvent.LOOKUP: LookupAll(request_id=R, attempt=0),
     SenderEvent.HOLD: Hold(request_id=R, attempt=0),
-    SenderEvent.PULL: Pull(request_id=R, attempt=0, block_ids=[0, 1]),
-    SenderEvent.DONE: Done(request_id=R, attempt=0, kv_bytes=8, transfer_s=0.25),
+    SenderEvent.PULL: pull_of(),
+    SenderEvent.DONE: done_of(),
     SenderEvent.ABORT: Abort(request_id=R, attempt=0, reason="why"),
 }
 PULL, DONE = WORDS[SenderEvent.PULL], WORDS[SenderEvent.DONE]

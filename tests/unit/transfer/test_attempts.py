@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from transfer_kit import BareDecode, R, until
+from transfer_kit import BareDecode, R, done_of, pull_of, until
 
 from neuron_di.errors import KvMissing, StaleAttempt
-from neuron_di.wire import Abort, Done, Hold, LookupAll, Never, NotYet, Pull, Welcome
+from neuron_di.wire import Abort, Done, Hold, LookupAll, Never, NotYet, Pull
 from neuron_di.wire.handoff import SenderState
 
 TAKEN_OVER = "a later attempt took over"
@@ -20,15 +20,15 @@ async def prefill(cluster):
 @pytest.fixture
 async def peer(prefill):
     with BareDecode(prefill) as peer:
-        assert isinstance(await peer.shake_hands(), Welcome)
+        await peer.connect()
         yield peer
 
 
 def of_attempt(attempt):
     return {
         Hold: Hold(request_id=R, attempt=attempt),
-        Pull: Pull(request_id=R, attempt=attempt, block_ids=[0, 1]),
-        Done: Done(request_id=R, attempt=attempt, kv_bytes=8, transfer_s=0.25),
+        Pull: pull_of(attempt=attempt),
+        Done: done_of(attempt),
         Abort: Abort(request_id=R, attempt=attempt, reason="why"),
         LookupAll: LookupAll(request_id=R, attempt=attempt),
     }

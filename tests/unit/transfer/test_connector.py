@@ -3,10 +3,11 @@
 import asyncio
 import gc
 import os
+from dataclasses import replace
 
 import msgspec
 import pytest
-from transfer_kit import NUM_BLOCKS, Decode, Prefill, R, new_incarnation, until
+from transfer_kit import LAYOUT, NUM_BLOCKS, Decode, Prefill, R, new_incarnation, until
 
 from neuron_di.errors import PeerRefused, PeerTimeout, StaleIncarnation
 from neuron_di.types import RequestId
@@ -101,7 +102,10 @@ async def test_a_restarted_prefill_worker_is_stale_for_who_expects_the_old_one(c
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({"model_digest": "other"}, "another model"), ({"layout_digest": "other"}, "KV layout")],
+    [
+        ({"model_digest": "other"}, "another model"),
+        ({"layout": replace(LAYOUT, head_dim=4)}, "KV layout"),
+    ],
 )
 async def test_another_model_or_layout_is_refused(cluster, fields, reason):
     prefill, decode = cluster.prefill(), cluster.decode(**fields)

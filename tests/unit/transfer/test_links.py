@@ -5,17 +5,9 @@ import threading
 
 import msgspec
 import pytest
+from bare_prefill import BarePrefill
 from odd_engines import HeldEngine
-from transfer_kit import (
-    LAYOUT,
-    QUICK,
-    WAIT_S,
-    BareDecode,
-    BarePrefill,
-    R,
-    end_of,
-    until,
-)
+from transfer_kit import LAYOUT, QUICK, WAIT_S, BareDecode, R, end_of, kv_map_init, until
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import KvMissing, PeerGone
@@ -292,7 +284,7 @@ async def test_no_more_peers_than_the_limit(cluster, monkeypatch):
 
 async def test_one_exchange_of_kv_maps_at_a_time(cluster):
     prefill = cluster.prefill(make_transfer=HeldEngine)
-    init = KvMapInit(region=prefill.pool.region())
+    init = kv_map_init(prefill.pool.region())
     prefill.transfer.may_accept.clear()
     with BareDecode(prefill) as peer:
         await peer.shake_hands()
@@ -324,9 +316,9 @@ class SlowlyConnected(HeldEngine):
         super().__init__(pool)
         self.may_connect = threading.Event()
 
-    def connect(self, peer, region):
+    def connect(self, peer, region, layout):
         assert self.may_connect.wait(WAIT_S)
-        super().connect(peer, region)
+        super().connect(peer, region, layout)
 
 
 async def test_a_link_that_connects_for_longer_than_a_silence(cluster):
@@ -367,12 +359,12 @@ async def test_a_transfers_time_counts_what_was_posted_before_it(cluster):
 async def test_a_transfer_engine_that_fails_to_accept_is_told_at_once(cluster):
     prefill = cluster.prefill(make_transfer=HeldEngine)
 
-    def fail(peer, region):
+    def fail(peer, region, layout):
         raise ValueError("a bug")
 
     prefill.transfer.accept = fail
     with BareDecode(prefill) as peer:
         await peer.shake_hands()
-        answer = await peer.ask(KvMapInit(region=prefill.pool.region()))
+        answer = await peer.ask(kv_map_init(prefill.pool.region()))
     assert answer == Refused(reason="the transfer engine failed to connect")
     assert not prefill.buffer._accepting

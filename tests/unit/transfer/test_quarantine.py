@@ -1,18 +1,18 @@
 """How long parked KV is kept: its lease, and the quarantine of blocks that may be read."""
 
 import pytest
-from transfer_kit import BareDecode, LeapClock, R, swept, until
+from transfer_kit import BareDecode, LeapClock, R, done_of, pull_of, swept, until
 
 from neuron_di.clock import use_clock
 from neuron_di.config import HandOverOptions
 from neuron_di.errors import KvExpired, KvMissing
-from neuron_di.wire import Abort, Done, Hold, LookupAll, Never, Pull
+from neuron_di.wire import Abort, Hold, LookupAll, Never
 from neuron_di.wire.handoff import SenderState
 
 LOOKUP = LookupAll(request_id=R, attempt=0)
 HOLD = Hold(request_id=R, attempt=0)
-PULL = Pull(request_id=R, attempt=0, block_ids=[0, 1])
-DONE = Done(request_id=R, attempt=0, kv_bytes=8, transfer_s=0.25)
+PULL = pull_of()
+DONE = done_of()
 ABORT = Abort(request_id=R, attempt=0, reason="why")
 FOR_EVER_S = 1e9
 
@@ -38,7 +38,7 @@ async def prefill(cluster, leap):
 @pytest.fixture
 async def peer(prefill):
     with BareDecode(prefill) as peer:
-        await peer.shake_hands()
+        await peer.connect()
         yield peer
 
 
@@ -191,7 +191,7 @@ async def test_a_reader_that_falls_silent_may_still_read(cluster, is_pulling):
     """A frozen process, say: its copy may go on when it thaws."""
     prefill = cluster.prefill(peer_silence_s=0.3, quarantine_s=0.3)
     with BareDecode(prefill) as peer:
-        await peer.shake_hands()
+        await peer.connect()
         prefill.park()
         await peer.lookup()
         if is_pulling:

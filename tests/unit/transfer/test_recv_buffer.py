@@ -4,7 +4,8 @@ import asyncio
 
 import msgspec
 import pytest
-from transfer_kit import WAIT_S, BarePrefill, Prefill, R, end_of, new_incarnation, until
+from bare_prefill import BarePrefill
+from transfer_kit import WAIT_S, Prefill, R, end_of, kv_map, new_incarnation, until
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import (
@@ -23,7 +24,6 @@ from neuron_di.wire import (
     Done,
     Handshake,
     Hold,
-    KvMap,
     KvMapInit,
     LookupAll,
     NotYet,
@@ -200,7 +200,7 @@ async def test_answers_for_nobody_are_ignored(bare, prefill, decode):
     await bare.hear(LookupAll)
     bare.send(prefill.ready(RequestId("nobody's")))
     bare.send(prefill.ready(attempt=1))
-    bare.send(KvMap(region=prefill.pool.region()))
+    bare.send(kv_map(prefill.pool.region()))
     for _ in range(2):
         bare.send(prefill.ready())
     assert await waiting == prefill.ready()

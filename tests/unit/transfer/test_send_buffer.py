@@ -7,31 +7,27 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transfer_kit import BareDecode, Prefill, R, until
+from transfer_kit import BareDecode, Prefill, R, done_of, kv_map, kv_map_init, pull_of, until
 
 from neuron_di.errors import ConfigError, KvExpired, KvMissing
+from neuron_di.transfer.domain import this_machine
 from neuron_di.transfer.signal_link import ZmqTransport, bind_router
 from neuron_di.types import RequestId
 from neuron_di.wire import (
     SIGNAL_VERSION,
     Abort,
-    Done,
-    KvMap,
-    KvMapInit,
     LookupAll,
     Malformed,
     Never,
     NotYet,
     Ping,
     Pong,
-    Pull,
     Refused,
-    Welcome,
 )
 from neuron_di.wire.handoff import SenderState
 
-PULL = Pull(request_id=R, attempt=0, block_ids=[0, 1])
-DONE = Done(request_id=R, attempt=0, kv_bytes=8, transfer_s=0.25)
+PULL = pull_of()
+DONE = done_of()
 ABORT = Abort(request_id=R, attempt=0, reason="why")
 
 
@@ -43,14 +39,14 @@ async def prefill(cluster):
 @pytest.fixture
 async def peer(prefill):
     with BareDecode(prefill) as peer:
-        assert isinstance(await peer.shake_hands(), Welcome)
+        await peer.connect()
         yield peer
 
 
 @pytest.fixture
 async def other(prefill):
     with BareDecode(prefill) as peer:
-        assert isinstance(await peer.shake_hands(), Welcome)
+        await peer.connect()
         yield peer
 
 
@@ -69,8 +65,9 @@ async def test_welcome_says_who_and_when(prefill):
 
 
 async def test_kv_map_tells_where_the_pool_is(prefill, peer):
-    answer = await peer.ask(KvMapInit(region=prefill.pool.region()))
-    assert answer == KvMap(region=prefill.pool.region())
+    region = msgspec.structs.replace(prefill.pool.region(), host=this_machine())
+    answer = await peer.ask(kv_map_init(region))
+    assert answer == kv_map(region)
 
 
 @pytest.mark.parametrize(

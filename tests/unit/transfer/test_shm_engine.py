@@ -3,13 +3,23 @@
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from neuron_di.kv import KvLayout, KvPool
-from neuron_di.transfer import BlockSource, ShmEngine
+from neuron_di.errors import (
+    KvChanged,
+    LocalProtocolError,
+    PeerGone,
+    PeerRefused,
+    StaleIncarnation,
+)
+from neuron_di.kv import KvLayout, KvPool, whole_block_runs
+from neuron_di.transfer import BlockSource, Receive, ShmEngine
 from neuron_di.types import BlockId, Incarnation
+from neuron_di.wire import TcpRegion
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 
@@ -25,17 +35,34 @@ def num_peer_maps() -> int:
     return sum("neuron-di-kv" in line and " r--s " in line for line in lines)
 
 
+def receive_of(own: KvPool, peer: KvPool) -> Receive:
+    """Block 0 of the peer's pool into block 1 of the own."""
+    return Receive(
+        tag=0,
+        runs=whole_block_runs(LAYOUT, [0], [1]),
+        memory=own.memory(),
+        source=BlockSource([0], peer.generations([BlockId(0)])),
+        block_ids=[BlockId(1)],
+    )
+
+
 @pytest.mark.parametrize("num_copies", [0, 1, 3])
-def test_a_peers_pool_is_not_mapped_once_it_is_disconnected(num_copies: int) -> None:
+@pytest.mark.parametrize("small_bytes_max", [0, 1 << 20])
+def test_a_peers_pool_is_not_mapped_once_it_is_disconnected(
+    num_copies: int, small_bytes_max: int
+) -> None:
     """Also while the engine's thread has nothing else to do."""
     before = num_peer_maps()
-    with pool_of("own") as own, pool_of("peer") as peer, closing(ShmEngine(own)) as engine:
-        engine.connect(peer.incarnation, peer.region())
+    with (
+        pool_of("own") as own,
+        pool_of("peer") as peer,
+        closing(ShmEngine(own, small_bytes_max=small_bytes_max)) as engine,
+    ):
+        engine.connect(peer.incarnation, peer.region(), LAYOUT)
         assert num_peer_maps() == before + 1
         for _ in range(num_copies):
             arrived = threading.Event()
-            source = BlockSource([0], peer.generations([BlockId(0)]))
-            token = engine.post_receive(peer.incarnation, source, [BlockId(1)])
+            token = engine.post_receive(peer.incarnation, receive_of(own, peer))
             token.on_done(lambda _, arrived=arrived: arrived.set())
             assert arrived.wait(30.0)
         engine.disconnect(peer.incarnation)
@@ -44,3 +71,104 @@ def test_a_peers_pool_is_not_mapped_once_it_is_disconnected(num_copies: int) -> 
             if num_peer_maps() == before:
                 break
         assert num_peer_maps() == before
+
+
+def test_the_pool_of_a_peer_with_another_block_size_can_be_read() -> None:
+    """Its layout says how large it is: the own one does not."""
+    large = replace(LAYOUT, block_size=16)
+    with pool_of("own") as own, closing(KvPool.create(large, 3, Incarnation("peer"))) as peer:
+        peer.view(BlockId(2))[:] = bytes(range(256)) * (large.block_bytes // 256)
+        with closing(ShmEngine(own)) as engine:
+            with pytest.raises(PeerGone):
+                engine.connect(peer.incarnation, peer.region(), LAYOUT)
+            engine.connect(peer.incarnation, peer.region(), large)
+            ended = threading.Event()
+            receive = Receive(
+                tag=0,
+                runs=whole_block_runs(LAYOUT, [8 + 3], [1]),  # the last quarter of its block 2
+                memory=own.memory(),
+                source=BlockSource([2], peer.generations([BlockId(2)])),
+            )
+            token = engine.post_receive(peer.incarnation, receive)
+            token.on_done(lambda _: ended.set())
+            assert ended.wait(30.0)
+            assert token.error() is None
+            assert own.view(BlockId(1)) == peer.view(BlockId(2))[3 * LAYOUT.block_bytes :]
+
+
+def test_a_header_that_names_another_worker_or_size_is_no_connection() -> None:
+    with pool_of("own") as own, pool_of("peer") as peer, closing(ShmEngine(own)) as engine:
+        region = peer.region()
+        with pytest.raises(StaleIncarnation):
+            engine.connect(Incarnation("x"), region, LAYOUT)
+        elsewhere = msgspec.structs.replace(region, host="another")
+        with pytest.raises(PeerRefused, match="on another machine"):
+            engine.connect(peer.incarnation, elsewhere, LAYOUT)
+        other = msgspec.structs.replace(region, incarnation="x")
+        with pytest.raises(StaleIncarnation):
+            engine.connect(Incarnation("x"), other, LAYOUT)
+        with pytest.raises(PeerGone):
+            engine.connect(peer.incarnation, msgspec.structs.replace(region, num_blocks=3), LAYOUT)
+        with pytest.raises(PeerRefused):
+            engine.connect(
+                peer.incarnation,
+                TcpRegion(host="h", port=1, secret=b"s" * 32, num_streams=1),
+                LAYOUT,
+            )
+        token = engine.post_receive(peer.incarnation, receive_of(own, peer))
+        assert isinstance(token.error(), PeerGone)
+
+
+def test_a_small_receive_is_done_when_it_was_posted_and_a_large_one_is_the_threads() -> None:
+    limit = 2 * LAYOUT.block_bytes
+    with pool_of("own") as own, pool_of("peer") as peer:
+        with closing(ShmEngine(own, small_bytes_max=limit)) as engine:
+            engine.connect(peer.incarnation, peer.region(), LAYOUT)
+            by: dict[int, str] = {}
+            for count in (2, 3):
+                ids = list(range(count))
+                receive = Receive(
+                    tag=count,
+                    runs=whole_block_runs(LAYOUT, ids, ids),
+                    memory=own.memory(),
+                    source=BlockSource(ids, peer.generations(map(BlockId, ids))),
+                )
+                ended = threading.Event()
+                token = engine.post_receive(peer.incarnation, receive)
+                assert token.is_done() or count == 3
+
+                def note(_: object, count: int = count, ended: threading.Event = ended) -> None:
+                    by[count] = threading.current_thread().name
+                    ended.set()
+
+                token.on_done(note)
+                assert ended.wait(30.0)
+                assert token.error() is None
+                assert engine.commit(peer.incarnation, receive) is None
+            assert by[2] == threading.current_thread().name
+        # What the receive ended with is final: nothing writes to its blocks any more.
+        own.view(BlockId(0))[:] = b"x" * LAYOUT.block_bytes
+        peer.view(BlockId(0))[:] = b"y" * LAYOUT.block_bytes
+        assert own.view(BlockId(0)) == b"x" * LAYOUT.block_bytes
+
+
+def test_a_block_given_up_before_a_small_receive_is_committed_is_not_taken() -> None:
+    with pool_of("own") as own, pool_of("peer") as peer, closing(ShmEngine(own)) as engine:
+        engine.connect(peer.incarnation, peer.region(), LAYOUT)
+        receive = receive_of(own, peer)
+        token = engine.post_receive(peer.incarnation, receive)
+        assert token.is_done()
+        assert token.error() is None
+        peer.retire([BlockId(0)])
+        assert isinstance(engine.commit(peer.incarnation, receive), KvChanged)
+
+
+def test_nothing_small_is_copied_behind_the_close() -> None:
+    with pool_of("own") as own, pool_of("peer") as peer:
+        peer.view(BlockId(0))[:] = b"y" * LAYOUT.block_bytes
+        engine = ShmEngine(own)
+        engine.connect(peer.incarnation, peer.region(), LAYOUT)
+        engine.close()
+        token = engine.post_receive(peer.incarnation, receive_of(own, peer))
+        assert isinstance(token.error(), LocalProtocolError)
+        assert own.view(BlockId(1)) == bytes(LAYOUT.block_bytes)

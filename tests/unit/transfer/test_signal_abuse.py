@@ -135,8 +135,8 @@ def test_b29_any_bytes_at_all(pieces):
         prefill = Prefill()
         try:
             with BareDecode(prefill) as peer, BareDecode(prefill) as other:
-                await peer.shake_hands()
-                await other.shake_hands()
+                await peer.connect()
+                await other.connect()
                 prefill.park()
                 assert await other.lookup() == prefill.ready()
                 for frames in pieces:
@@ -169,7 +169,7 @@ async def test_b30_a_pickle_is_never_loaded(prefill, peer, tmp_path):
         msgspec.msgpack.encode(text),
         msgspec.msgpack.encode(msgspec.msgpack.Ext(1, pickled)),
         msgspec.msgpack.encode({"type": "lookup_all", "request_id": pickled, "attempt": 0}),
-        msgspec.msgpack.encode({"type": "kv_map_init", "region": pickled}),
+        msgspec.msgpack.encode({"type": "kv_map_init", "layout": {}, "offers": pickled}),
     ):
         peer.send_raw(message)
         assert isinstance(await peer.receive(), Malformed)

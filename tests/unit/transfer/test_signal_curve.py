@@ -6,14 +6,14 @@ import msgspec
 import pytest
 import zmq
 from tcp_relay import TcpRelay
-from transfer_kit import WAIT_S, BareDecode, Decode, Prefill, R, new_incarnation, until
+from transfer_kit import WAIT_S, BareDecode, Decode, Prefill, R, new_incarnation, pull_of, until
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import PeerGone, PeerRefused
 from neuron_di.transfer import KeyOwner, SignalKeys, make_signal_keys
 from neuron_di.transfer.door import WAITING_MAX, WAITING_PER_ADDRESS_MAX
 from neuron_di.types import RequestId, WorkerId
-from neuron_di.wire import LookupAll, Malformed, Never, NotYet, Pull, Ready, Refused, Welcome
+from neuron_di.wire import LookupAll, Malformed, Never, NotYet, Ready, Refused, Welcome
 
 pytestmark = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq has no CURVE")
 
@@ -197,7 +197,7 @@ async def test_the_identity_of_another_connection_gives_nothing_of_it(cluster, p
         prefill.buffer.park(prefill.ready())
         assert isinstance(await victim.receive(), Ready)
     with BareDecode(prefill, name, keys=intruder, incarnation=owner.incarnation) as impostor:
-        answer = await impostor.ask(Pull(request_id=R, attempt=0, block_ids=[0, 1]))
+        answer = await impostor.ask(pull_of())
         assert answer == Malformed(reason="handshake first")
         assert isinstance(await impostor.shake_hands(worker_id="decode-9"), Refused)
     assert prefill.ended == []

@@ -5,15 +5,16 @@ from functools import partial
 
 import pytest
 from odd_engines import TwoSidedEngine
-from transfer_kit import BareDecode, R, end_of, until
+from transfer_kit import BareDecode, R, done_of, end_of, pull_of, until
 
-from neuron_di.errors import KvExpired, KvMissing, LocalProtocolError, PeerGone
+from neuron_di.errors import KvExpired, KvMissing, LocalProtocolError, PeerGone, PeerTimeout
+from neuron_di.transfer import ShmEngine, TransferToken, prefill_link
 from neuron_di.types import BlockId, RequestId
-from neuron_di.wire import Abort, Done, Never, Pull
+from neuron_di.wire import Abort, Done, Never
 from neuron_di.wire.handoff import SenderState
 
-PULL = Pull(request_id=R, attempt=0, block_ids=[0, 1])
-DONE = Done(request_id=R, attempt=0, kv_bytes=8, transfer_s=0.25)
+PULL = pull_of(engine="two-sided")
+DONE = done_of()
 ABORT = Abort(request_id=R, attempt=0, reason="why")
 
 
@@ -75,7 +76,7 @@ async def test_done_while_the_send_still_runs_holds_the_blocks(prefill, decode):
 async def peer(prefill, fabric):
     """Its receive is posted when the test says so: there is no other half until then."""
     with BareDecode(prefill) as peer:
-        await peer.shake_hands()
+        await peer.connect()
         fabric[peer.incarnation] = TwoSidedEngine(prefill.pool, {})
         prefill.park()
         await peer.lookup()
@@ -84,7 +85,7 @@ async def peer(prefill, fabric):
 
 
 def end_send(prefill, peer):
-    ((_, token),) = prefill.transfer._sends[peer.incarnation]
+    ((_, token),) = prefill.transfer._sends[peer.incarnation].values()
     token.complete()
 
 
@@ -130,7 +131,7 @@ async def test_lease_and_quarantine_end_but_the_send_still_runs(prefill, peer):
 
 async def test_a_send_that_fails_is_told(prefill, peer):
     """A reader would wait for its half of it in vain (vllm#50754)."""
-    ((_, token),) = prefill.transfer._sends[peer.incarnation]
+    ((_, token),) = prefill.transfer._sends[peer.incarnation].values()
     token.complete(PeerGone("the wire is cut"))
     never = await peer.receive()
     assert never == Never(request_id=R, attempt=0, reason="the send failed: peer_gone")
@@ -164,3 +165,113 @@ async def test_a_send_that_cannot_be_posted_is_told(prefill, decode):
     assert isinstance(error, KvMissing)
     assert "the send failed" in error.message
     assert prefill.counters.num_leases_ended == 0
+
+
+async def start_unsent(prefill, decode):
+    """(the buffer, its token of a receive whose send never comes)"""
+    prefill.park()
+    ready = await decode.lookup(prefill)
+    prefill.transfer.fails_with = PeerGone("no wire")
+    buffer = decode.buffer(prefill)
+    return buffer, buffer.pull(ready, [BlockId(0), BlockId(1)])
+
+
+async def test_a_receive_that_lost_its_send_is_cancelled_and_the_link_lives(prefill, decode):
+    buffer, token = await start_unsent(prefill, decode)
+    assert isinstance((await end_of(token)).error(), KvMissing)
+    assert decode.transfer.calls == ["cancel"]
+    prefill.park(RequestId("next"), (8, 9))
+    assert (await decode.hand_over(prefill, [7, 2], RequestId("next"))).error() is None
+    assert decode.buffer(prefill) is buffer
+
+
+@pytest.fixture
+async def hasty(cluster, fabric):
+    """Its transfers are late soon."""
+    make_transfer = partial(TwoSidedEngine, fabric=fabric)
+    return cluster.decode(
+        make_transfer=make_transfer,
+        more_engines=[ShmEngine],
+        transfer_timeout_s=0.05,
+        heartbeat_s=0.02,
+    )
+
+
+async def test_what_is_being_written_may_end_before_its_link_does(prefill, decode, monkeypatch):
+    """Prefill gave up one request: its neighbours go on."""
+    monkeypatch.setattr(prefill_link, "CANCEL_S", 0.0)
+    decode.transfer.can_cancel = False
+    neighbour = asyncio.create_task(decode.lookup(prefill, RequestId("next")))
+    buffer, token = await start_unsent(prefill, decode)
+    await until(lambda: decode.lost)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert decode.transfer.calls == ["cancel"]
+    assert not buffer.is_broken
+    ((_, received),) = decode.transfer._receives[prefill.local.incarnation].values()
+    received.complete(KvMissing("it ended"))
+    await end_of(token)
+    prefill.park(RequestId("next"), (8, 9))
+    await neighbour
+
+
+async def test_a_receive_that_cannot_be_cancelled_ends_its_link(prefill, hasty, monkeypatch):
+    monkeypatch.setattr(prefill_link, "CANCEL_S", 0.02)
+    decode = hasty
+    decode.transfer.can_cancel = False
+    buffer, token = await start_unsent(prefill, decode)
+    await until(lambda: buffer.is_broken)
+    assert "lost its send" in buffer.broken.message
+    assert decode.transfer.calls == ["cancel", "cancel", "disconnect"]
+    assert not token.is_done(), "its blocks may still be written"
+
+
+async def start_stalled(prefill, decode):
+    """(the buffer, its token of a receive that never ends)"""
+    prefill.park()
+    ready = await decode.lookup(prefill)
+    prefill.transfer.post_send = lambda peer, send: TransferToken()  # never matched
+    buffer = decode.buffer(prefill)
+    return buffer, buffer.pull(ready, [BlockId(0), BlockId(1)])
+
+
+async def test_a_receive_that_stalls_is_cancelled(both_ways, hasty):
+    _, token = await start_stalled(both_ways, hasty)
+    assert isinstance((await end_of(token)).error(), KvMissing)
+    ((key, error),) = hasty.lost
+    assert (key, type(error)) == ((R, 0), PeerTimeout)
+    assert hasty.counters.num_lanes_failed == 1
+
+
+@pytest.fixture
+async def both_ways(cluster, fabric):
+    make_transfer = partial(TwoSidedEngine, fabric=fabric)
+    return cluster.prefill(make_transfer=make_transfer, more_engines=[ShmEngine])
+
+
+@pytest.mark.parametrize("can_cancel", [True, False])
+async def test_the_next_request_goes_by_another_way_than_the_one_that_stalled(
+    both_ways, hasty, can_cancel
+):
+    """And whoever uses the first link still is not disturbed; it ends after the last of them."""
+    neighbour = asyncio.create_task(hasty.lookup(both_ways, RequestId("neighbour")))
+    hasty.transfer.can_cancel = can_cancel
+    stalled, token = await start_stalled(both_ways, hasty)
+    await until(lambda: hasty.lost)
+    both_ways.park(RequestId("next"), (8, 9))
+    moved = await hasty.hand_over(both_ways, [7, 2], RequestId("next"))
+    assert (moved.error(), moved.engine) == (None, "shm")
+    assert hasty.buffer(both_ways) is not stalled
+    assert not neighbour.done()
+    assert hasty.connector.buffers() == [hasty.buffer(both_ways), stalled]
+    if can_cancel:
+        assert token.is_done()
+        assert not stalled.is_broken
+        stalled.cancel(RequestId("neighbour"), 0, "it left")
+        neighbour.cancel()
+    await until(lambda: stalled.is_broken)
+    assert hasty.transfer.calls[-1] == "disconnect"
+    assert hasty.connector.buffers() == [hasty.buffer(both_ways)]
+    await asyncio.gather(neighbour, return_exceptions=True)
+    both_ways.park(RequestId("last"), (8, 9))
+    assert (await hasty.hand_over(both_ways, [7, 2], RequestId("last"))).error() is None

@@ -5,11 +5,20 @@ import logging
 
 import msgspec
 import pytest
+from bare_prefill import BarePrefill
 from odd_engines import HeldEngine
-from transfer_kit import WAIT_S, BarePrefill, R, end_of, until
+from transfer_kit import NUM_BLOCKS, WAIT_S, R, end_of, until
 
 from neuron_di.clock import Deadline
-from neuron_di.errors import KvChanged, KvCorrupt, KvMissing, LocalProtocolError, PeerTimeout
+from neuron_di.errors import (
+    KvChanged,
+    KvCorrupt,
+    KvMissing,
+    LocalProtocolError,
+    PeerTimeout,
+    RemoteProtocolError,
+)
+from neuron_di.kv import block_digests
 from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import Abort, LookupAll, Pull
 from neuron_di.wire.handoff import SenderState
@@ -194,35 +203,74 @@ async def test_kv_that_is_right_is_never_refused(prefill, decode):
 # In which order
 
 
-class WatchedMemory:
-    def __init__(self, pool, calls):
-        self._pool = pool
-        self._calls = calls
-
-    def view(self, block_id):
-        self._calls.append(f"read {block_id}")
-        return self._pool.view(block_id)
-
-
-async def test_the_fence_comes_after_the_copy_and_before_any_byte_is_read(prefill, decode):
+@pytest.fixture
+def watched(decode, monkeypatch):
+    """The calls of decode's engine, and between them which blocks are read."""
     calls = decode.transfer.calls
-    decode.connector._memory = WatchedMemory(decode.pool, calls)
+
+    def digests(memory, block_ids, *args, **fields):
+        calls.extend(f"read {block_id}" for block_id in block_ids)
+        return block_digests(memory, block_ids, *args, **fields)
+
+    monkeypatch.setattr("neuron_di.transfer.kv_receiver.block_digests", digests)
+    return calls
+
+
+async def test_the_fence_comes_after_the_copy_and_before_any_byte_is_read(prefill, decode, watched):
     prefill.park()
     token = await decode.hand_over(prefill, [7, 2])
     assert token.error() is None
-    assert calls == ["copied", "fence", "read 7", "read 2"]
+    assert watched == ["copied", "fence", "read 7", "read 2", "commit"]
     assert token.verify_s > 0
 
 
-async def test_of_a_copy_that_failed_no_byte_is_read(prefill, decode):
-    calls = decode.transfer.calls
-    decode.connector._memory = WatchedMemory(decode.pool, calls)
+async def test_what_is_not_right_is_not_taken(prefill, decode, watched):
     ready = prefill.park()
     await decode.lookup(prefill)
-    prefill.pool.retire([BlockId(3)])
+    flip(prefill.pool, 4, 100)
+    token = await end_of(decode.buffer(prefill).pull(ready, [BlockId(7), BlockId(2)]))
+    assert isinstance(token.error(), KvCorrupt)
+    assert "commit" not in watched
+
+
+async def test_blocks_that_were_used_again_are_not_called_corrupt(
+    prefill, decode, watched, monkeypatch
+):
+    ready = prefill.park()
+    await decode.lookup(prefill)
+    fence = decode.transfer.fence
+
+    def end_of_the_lease(peer):
+        fence(peer)
+        prefill.pool.retire([BlockId(3)])
+        decode.pool.tensor()[7] = 99.0  # as if the next request's had been read
+
+    monkeypatch.setattr(decode.transfer, "fence", end_of_the_lease)
     token = await end_of(decode.buffer(prefill).pull(ready, [BlockId(7), BlockId(2)]))
     assert isinstance(token.error(), KvChanged)
-    assert calls == ["copied"]
+    assert decode.counters.num_kv_mismatched == 0
+    assert "commit" not in watched
+
+
+async def test_kv_that_was_given_up_while_it_was_read_is_not_taken(prefill, decode, watched):
+    ready = prefill.park()
+    await decode.lookup(prefill)
+    decode.transfer.spoil = lambda _: prefill.pool.retire([BlockId(3)])  # the bytes are equal
+    token = await end_of(decode.buffer(prefill).pull(ready, [BlockId(7), BlockId(2)]))
+    assert isinstance(token.error(), KvChanged)
+    assert watched[-1] == "commit"
+    await until(lambda: prefill.ended)
+    assert isinstance(prefill.ended[0][1], KvMissing)
+
+
+async def test_of_a_copy_that_failed_no_byte_is_read(prefill, decode, watched):
+    outside = msgspec.structs.replace(prefill.ready(), block_ids=[3, NUM_BLOCKS])
+    prefill.buffer.expect(R, 0)
+    prefill.buffer.park(outside)
+    ready = await decode.lookup(prefill)
+    token = await end_of(decode.buffer(prefill).pull(ready, [BlockId(7), BlockId(2)]))
+    assert isinstance(token.error(), RemoteProtocolError)
+    assert watched == ["copied"]
 
 
 async def test_what_cannot_be_verified_is_not_delivered(prefill, decode, monkeypatch):

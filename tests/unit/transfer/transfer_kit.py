@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import zmq
@@ -15,6 +15,7 @@ from neuron_di.kv import KvIdentity, KvLayout, KvPool, block_digests
 from neuron_di.transfer import (
     ConnectorOptions,
     HandOverCounters,
+    LaneSet,
     LocalWorker,
     NeuronConnector,
     RecvBuffer,
@@ -23,6 +24,7 @@ from neuron_di.transfer import (
     TransferEngine,
     TransferToken,
 )
+from neuron_di.transfer.geometry import layout_fields
 from neuron_di.types import BlockId, Incarnation, RequestId, WorkerId
 from neuron_di.wire import (
     SIGNAL_VERSION,
@@ -31,14 +33,15 @@ from neuron_di.wire import (
     KvMap,
     KvMapInit,
     LookupAll,
+    Offer,
     PeerAddress,
     Ping,
     Pong,
+    Pull,
     Ready,
     Region,
     Welcome,
     encode_msgpack,
-    from_decode_decoder,
     from_prefill_decoder,
 )
 
@@ -46,9 +49,40 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype=
 NUM_BLOCKS = 16
 WAIT_S = 20.0
 R = RequestId("request-1")
-CONNECTOR_OPTIONS = ("static_peer", "static_peer_key", "signal_port", "keys")
+CONNECTOR_OPTIONS = ("static_peer", "static_peer_key", "signal_port", "keys", "landing_bytes")
 # Limits for tests that let time pass.
 QUICK = {"heartbeat_s": 0.02, "peer_silence_s": 0.4}
+
+
+def pull_of(
+    block_ids: Sequence[int] = (0, 1), attempt: int = 0, engine: str = "shm", num_held: int = 0
+) -> Pull:
+    return Pull(
+        request_id=R,
+        attempt=attempt,
+        engine=engine,
+        block_ids=list(block_ids),
+        num_held=num_held,
+    )
+
+
+def done_of(attempt: int = 0) -> Done:
+    return Done(
+        request_id=R,
+        attempt=attempt,
+        engine="shm",
+        form="direct",
+        kv_bytes=8,
+        transfer_s=0.25,
+    )
+
+
+def kv_map_init(region: Region, layout: KvLayout = LAYOUT, engine: str = "shm") -> KvMapInit:
+    return KvMapInit(layout=layout_fields(layout), offers=[Offer.of(engine, region)])
+
+
+def kv_map(region: Region, layout: KvLayout = LAYOUT, engine: str = "shm") -> KvMap:
+    return KvMap(layout=layout_fields(layout), offers=[Offer.of(engine, region)])
 
 
 def new_incarnation() -> Incarnation:
@@ -101,27 +135,30 @@ class _Side:
         worker_id: str,
         *,
         model_digest: str = "model",
-        layout_digest: str = LAYOUT.digest(),
+        layout: KvLayout = LAYOUT,
+        converts: bool = False,
         incarnation: Incarnation | None = None,
         make_transfer: Callable[[KvPool], TransferEngine] = ShmEngine,
+        more_engines: Sequence[Callable[[KvPool], TransferEngine]] = (),
         **options: Any,
     ) -> None:
         self.local = LocalWorker(
             worker_id=WorkerId(worker_id),
             incarnation=incarnation or new_incarnation(),
             model_digest=model_digest,
-            layout_digest=layout_digest,
+            layout=layout,
+            converts=converts,
         )
-        self.pool = KvPool.create(LAYOUT, NUM_BLOCKS, self.local.incarnation)
+        self.pool = KvPool.create(layout, NUM_BLOCKS, self.local.incarnation)
         self.transfer = make_transfer(self.pool)
+        self.lanes = LaneSet([self.transfer, *(make(self.pool) for make in more_engines)])
         connector = {key: options.pop(key) for key in CONNECTOR_OPTIONS if key in options}
         self.keys: SignalKeys | None = connector.get("keys")
         self.connector = NeuronConnector(
             self.local,
-            self.transfer,
+            self.lanes,
             self.pool,
             ConnectorOptions(limits=HandOverOptions(**options), **connector),
-            block_bytes=LAYOUT.block_bytes,
         )
         self._is_closed = False
 
@@ -135,7 +172,8 @@ class _Side:
             self.connector.close()
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, self.connector.wait_closed)
-            await loop.run_in_executor(None, self.transfer.close)
+            await loop.run_in_executor(None, self.lanes.close)
+            self.connector.landing.close()
             self.pool.close()
 
 
@@ -180,28 +218,42 @@ class Prefill(_Side):
         )
 
     def ready(
-        self, request_id: RequestId = R, block_ids: tuple[int, ...] = (3, 4), attempt: int = 0
+        self,
+        request_id: RequestId = R,
+        block_ids: tuple[int, ...] = (3, 4),
+        attempt: int = 0,
+        num_tokens: int | None = None,
     ) -> Ready:
+        layout = self.pool.layout
+        num_tokens = num_tokens or layout.block_size * len(block_ids)
         return Ready(
             request_id=request_id,
             attempt=attempt,
             worker_id=self.local.worker_id,
             incarnation=self.local.incarnation,
             layout_digest=self.local.layout_digest,
-            prompt_ids=[5] * (4 * len(block_ids)),
+            prompt_ids=[5] * num_tokens,
             generated=[9],
             block_ids=list(block_ids),
             generations=self.pool.generations(map(BlockId, block_ids)),
             digests=block_digests(
-                self.pool, [BlockId(n) for n in block_ids], self.identity(request_id, attempt)
+                self.pool.memory(),
+                block_ids,
+                self.identity(request_id, attempt),
+                layout,
+                num_tokens,
             ),
-            num_tokens=4 * len(block_ids),
+            num_tokens=num_tokens,
         )
 
     def park(
-        self, request_id: RequestId = R, block_ids: tuple[int, ...] = (3, 4), attempt: int = 0
+        self,
+        request_id: RequestId = R,
+        block_ids: tuple[int, ...] = (3, 4),
+        attempt: int = 0,
+        num_tokens: int | None = None,
     ) -> Ready:
-        ready = self.ready(request_id, block_ids, attempt)
+        ready = self.ready(request_id, block_ids, attempt, num_tokens)
         self.buffer.expect(request_id, attempt)
         self.buffer.park(ready)
         return ready
@@ -211,7 +263,8 @@ class Decode(_Side):
     def __init__(self, worker_id: str = "decode-0", **options: Any) -> None:
         super().__init__(worker_id, **options)
         self.lost: list[tuple[tuple[RequestId, int], NeuronDiError]] = []
-        self.pool.tensor().fill_(-1.0)
+        for rank in range(self.pool.layout.num_ranks):
+            self.pool.tensor(rank).fill_(-1.0)
 
     def buffer(self, prefill: Prefill) -> RecvBuffer:
         return self.connector.maybe_setup_buffer(prefill.address)
@@ -236,68 +289,6 @@ class Decode(_Side):
         ready = await self.lookup(prefill, request_id)
         pulled = self.buffer(prefill).pull(ready, [BlockId(n) for n in block_ids])
         return await end_of(pulled)
-
-
-class BarePrefill:
-    """A prefill worker's socket in the hands of a test: it shakes hands, then says what it may."""
-
-    def __init__(self, region: Region) -> None:
-        self.incarnation = region.incarnation
-        self._region = region
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.address = PeerAddress(
-            worker_id=WorkerId("prefill-0"),
-            incarnation=self.incarnation,
-            signal_host="127.0.0.1",
-            signal_port=port,
-        )
-        self.heard: list[Any] = []
-        self._identity = b""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-        self._context.term()
-
-    def send_raw(self, *frames: bytes) -> None:
-        self._socket.send_multipart([self._identity, *frames])
-
-    def send(self, message: Any) -> None:
-        self.send_raw(encode_msgpack(message))
-
-    async def hear(self, kind: type) -> Any:
-        """Wait for a message of this kind; the handshake is answered on the way."""
-        found: list[Any] = []
-
-        def has_come() -> object:
-            try:
-                self._identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            message = from_decode_decoder.decode(frame)
-            self.heard.append(message)
-            if isinstance(message, Handshake):
-                self.send(
-                    Welcome(
-                        status="ok",
-                        timestamp=0.0,
-                        worker_id=WorkerId("prefill-0"),
-                        incarnation=self.incarnation,
-                    )
-                )
-            elif isinstance(message, KvMapInit):
-                self.send(KvMap(region=self._region))
-            if isinstance(message, kind):
-                found.append(message)
-            return found
-
-        await until(has_come)
-        return found[0]
 
 
 class BareDecode:
@@ -369,10 +360,25 @@ class BareDecode:
             "incarnation": self.incarnation,
             "expects": local.incarnation,
             "model_digest": local.model_digest,
-            "layout_digest": local.layout_digest,
+            "layout_digest": local.exchange_digest,
             **fields,
         }
         return await self.ask(Handshake(**handshake))
+
+    async def exchange_maps(self) -> Any:
+        """As a worker does that can be reached as the prefill worker itself can."""
+        local = self.prefill.local
+        return await self.ask(
+            KvMapInit(
+                layout=layout_fields(local.layout),
+                offers=self.prefill.lanes.offers(local.incarnation),
+            )
+        )
+
+    async def connect(self) -> None:
+        """All that comes before the first request."""
+        assert isinstance(await self.shake_hands(), Welcome)
+        assert isinstance(await self.exchange_maps(), KvMap)
 
     async def lookup(self, request_id: RequestId = R, attempt: int = 0) -> Any:
         return await self.ask(LookupAll(request_id=request_id, attempt=attempt))

@@ -94,21 +94,21 @@ async def test_rejected_by_decode_before_admission(prefill, decode, monkeypatch,
 async def test_aborted_while_its_kv_is_on_the_way(workers, prefill):
     """vllm#46283, #46289: decode's blocks leaked after an abort."""
     decode = workers.start("decode", parts=WorkerParts(make_transfer=HeldCopies))
-    decode._transfer.is_holding = True
+    decode._lanes.engines[0].is_holding = True
     first = start(prefill.prefill.run, prefill_leg("r"))
     rest = asyncio.create_task(collect(decode.decode.run(decode_leg("r", prefill))))
-    await until(lambda: decode._transfer.held)
+    await until(lambda: decode._lanes.engines[0].held)
     rest.cancel()
     await asyncio.gather(rest, return_exceptions=True)
     await until(lambda: decode.status().num_blocks_quarantined)
     assert decode.status().num_transferring == 0  # the slot is free at once
-    decode._transfer.let_go()
+    decode._lanes.engines[0].let_go()
     await until(lambda: is_at_rest(decode))
     assert isinstance(await first, KvMissing)
 
 
 class FailingPosts(ShmEngine):
-    def post_receive(self, peer, source, block_ids):
+    def post_receive(self, peer, receive):
         raise OSError("no queue pair")
 
 
@@ -123,7 +123,7 @@ async def test_a_post_that_fails_is_told_to_both_sides(workers, prefill):
 class LyingEngine(ShmEngine):
     """Says success, and has written nothing."""
 
-    def post_receive(self, peer, source, block_ids):
+    def post_receive(self, peer, receive):
         token = TransferToken()
         token.kv_bytes = 1
         token.complete()
@@ -189,13 +189,13 @@ async def test_a_transfer_that_wedges_costs_its_own_request_only(workers, prefil
     decode = workers.start(
         "decode", parts=WorkerParts(make_transfer=HeldCopies), transfer_timeout_s=0.1
     )
-    decode._transfer.is_holding = True
+    decode._lanes.engines[0].is_holding = True
     first, rest = both(prefill, decode, "stuck")
     assert isinstance(await rest, PeerTimeout)
-    decode._transfer.is_holding = False
+    decode._lanes.engines[0].is_holding = False
     assert len(await answer(prefill, decode, "next")) == 12
     assert decode.status().num_blocks_quarantined > 0
-    decode._transfer.let_go()
+    decode._lanes.engines[0].let_go()
     assert isinstance(await first, KvMissing)
     await until(lambda: is_at_rest(decode) and is_at_rest(prefill))
 

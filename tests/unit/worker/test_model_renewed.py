@@ -1,13 +1,20 @@
 """The pool of a worker that changes its role: never two at a time."""
 
 import gc
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from neuron_di.backends.cpu import CpuBackend
+from neuron_di.backends.tensor_parallel import TensorParallelBackend
 from neuron_di.config import EngineOptions
 from neuron_di.errors import ConfigError
-from neuron_di.kv import KvPool, PeerPool
+from neuron_di.kv import KvLayout, KvPool, PeerPool
+from neuron_di.types import Incarnation
 from neuron_di.worker import LoadedModel, load_model
 from neuron_di.worker import model as model_module
 from neuron_di.worker.model import missing_memory, renewed
@@ -19,6 +26,15 @@ ENGINE = EngineOptions(
 
 def num_pools() -> int:
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("neuron-di-kv")
+
+
+def make_pools_by(
+    model: LoadedModel, make_pool: Callable[..., KvPool], patch: pytest.MonkeyPatch
+) -> None:
+    """The model's backend, from now on."""
+    backend = model.backend
+    assert isinstance(backend, CpuBackend)
+    patch.setattr(backend, "_options", replace(backend._options, make_pool=make_pool))
 
 
 @pytest.fixture
@@ -34,14 +50,12 @@ def test_the_old_pool_is_gone_before_the_new_one_is_made(
     layout, region = model.backend.layout, model.backend.pool.region()
     peer = PeerPool.open(region, layout)
     during: list[int] = []
-    create = KvPool.create.__func__  # type: ignore[attr-defined]
 
-    def counted(cls: type[KvPool], *args: object) -> KvPool:
+    def counted(layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> KvPool:
         during.append(num_pools())
-        pool: KvPool = create(cls, *args)
-        return pool
+        return KvPool.create(layout, num_blocks, incarnation)
 
-    monkeypatch.setattr(KvPool, "create", classmethod(counted))
+    make_pools_by(model, counted, monkeypatch)
     model = renewed(model, "prefill")
     assert during == [others + 1], "the peer's map, which holds no memory"
     assert peer.generations([0]) == [1]
@@ -49,6 +63,25 @@ def test_the_old_pool_is_gone_before_the_new_one_is_made(
     assert num_pools() == others + 1
     model.backend.close()
     assert num_pools() == others
+
+
+def test_ranks_stay_and_map_the_new_pool(llama_folder: Path) -> None:
+    model = load_model(str(llama_folder), None, "decode", replace(ENGINE, tp=2))
+    backend = model.backend
+    assert isinstance(backend, TensorParallelBackend)
+    (pid,) = backend.rank_pids
+    maps = Path(f"/proc/{pid}/maps")
+    inode = os.stat(f"/proc/self/fd/{backend.pool.region().fd}").st_ino
+    assert f" {inode} " in maps.read_text(encoding="utf-8")
+    with ThreadPoolExecutor(1) as thread:  # as a worker does it, whose loop goes on meanwhile
+        model = thread.submit(renewed, model, "prefill").result()
+    renewed_inode = os.stat(f"/proc/self/fd/{backend.pool.region().fd}").st_ino
+    assert renewed_inode != inode
+    mapped = maps.read_text(encoding="utf-8")
+    assert f" {renewed_inode} " in mapped
+    assert f" {inode} " not in mapped
+    assert backend.rank_pids == [pid]
+    model.backend.close()
 
 
 def test_a_new_pool_that_cannot_be_had_leaves_room_for_the_old_one(
@@ -60,7 +93,7 @@ def test_a_new_pool_that_cannot_be_had_leaves_room_for_the_old_one(
         raise ConfigError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(KvPool, "create", none_left)
+        make_pools_by(model, none_left, patch)
         with pytest.raises(ConfigError):
             renewed(model, "prefill")
     assert num_pools() == others

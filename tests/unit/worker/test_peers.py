@@ -118,7 +118,7 @@ async def test_a_stranger_is_refused_and_counted(town, stack):
     [
         {"model_digest": "other"},
         {"layout_digest": "other"},
-        {"transfer": "other"},
+        {"transfer": ["other"]},
         {"state": "draining"},
         {"state": "starting"},
         {"signal_port": 0},
@@ -156,7 +156,7 @@ async def test_a_peer_that_left_is_let_go_of_once_no_request_uses_it(town, stack
     assert len(token_ids(await leg)) == 11
     await town.registry.revoke(lease)
     left = {prefill.record().incarnation}
-    await until(lambda: left.isdisjoint(decode._transfer._peers))
+    await until(lambda: left.isdisjoint(decode._lanes.engines[0]._peers))
     assert [b.peer.worker_id for b in decode.connector.connection_dict.values()] == ["p1"]
 
 
@@ -302,7 +302,7 @@ async def test_a_hundred_joins_and_leaves_leave_nothing_behind(town, stack):
         await come_and_go(n)
     await are_alone()
     assert len(decode.connector.connection_dict) == 1
-    assert len(decode._transfer._peers) == 1
+    assert len(decode._lanes.engines[0]._peers) == 1
     assert len(prefill.connector._send_buffer._peers._peers) == 1
     assert prefill.connector._send_buffer.lookup_dict == {}
     assert len(asyncio.all_tasks()) == tasks

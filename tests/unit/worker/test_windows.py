@@ -253,7 +253,7 @@ async def test_w7_a_retry_while_the_first_attempts_digests_are_made(prefill, dec
     run, may_end, began = loop.run_in_executor, asyncio.Event(), asyncio.Event()
 
     async def run_slowly(executor, call, *arguments):
-        if call.__name__ == "block_digests":
+        if call.__name__ == "_digests":
             began.set()
             await may_end.wait()
         return await run(executor, call, *arguments)
@@ -276,7 +276,7 @@ async def test_w7_a_retry_while_the_first_attempts_digests_are_made(prefill, dec
 async def test_w8_decode_dies_between_admission_and_done(workers):
     prefill = workers.start("prefill", **SHORT)
     decode = workers.start("decode", parts=WorkerParts(make_transfer=HeldCopies), **SHORT)
-    decode._transfer.is_holding = True
+    decode._lanes.engines[0].is_holding = True
     first = start(prefill.prefill.run, prefill_leg("r"))
     rest = start(decode.decode.run, decode_leg("r", prefill))
     await until(lambda: state(prefill) is SenderState.PULLING)
@@ -290,14 +290,14 @@ async def test_w8_decode_dies_between_admission_and_done(workers):
     await until(lambda: is_at_rest(prefill))
     status = decode.status()
     assert status.num_blocks_free + status.num_blocks_quarantined == status.num_blocks
-    decode._transfer.let_go()
+    decode._lanes.engines[0].let_go()
     await until(lambda: is_at_rest(decode))
 
 
 async def test_w8_a_send_that_still_runs_when_done_comes_keeps_its_blocks(workers, decode):
     """The leg is over; its blocks are not free before the engine has let go of them."""
     prefill = workers.start("prefill", parts=WorkerParts(make_transfer=HeldSends))
-    prefill._transfer.is_holding = True
+    prefill._lanes.engines[0].is_holding = True
     first = start(prefill.prefill.run, prefill_leg("r"))
     rest = start(decode.decode.run, decode_leg("r", prefill))
     assert isinstance((await first)[-1], Released)
@@ -305,7 +305,7 @@ async def test_w8_a_send_that_still_runs_when_done_comes_keeps_its_blocks(worker
     await until(lambda: prefill.status().num_transferring == 0)
     assert prefill.status().num_blocks_quarantined == 10
     assert prefill.status().num_blocks_free == prefill.status().num_blocks - 10
-    prefill._transfer.held.complete()
+    prefill._lanes.engines[0].held.complete()
     await until(lambda: is_at_rest(prefill))
 
 

@@ -12,8 +12,8 @@ from neuron_di.clock import now_s
 from neuron_di.config import EngineOptions, HandOverOptions, WorkerOptions
 from neuron_di.errors import NeuronDiError
 from neuron_di.kv import KvPool
-from neuron_di.transfer import BlockSource, ShmEngine, TransferToken
-from neuron_di.types import BlockId, Incarnation, RequestId, Role
+from neuron_di.transfer import Receive, Send, ShmEngine, TransferToken
+from neuron_di.types import Incarnation, RequestId, Role
 from neuron_di.wire import DecodeLeg, LegEvent, PrefillLeg, SamplingParams, Token
 from neuron_di.worker import Worker, WorkerParts, load_model
 
@@ -24,11 +24,17 @@ PROMPT = list(range(100, 140))
 def make_worker(
     folder: Path, role: Role, *, parts: WorkerParts | None = None, **fields: object
 ) -> Worker:
-    """`fields` are options of the worker or limits of its hand-overs."""
+    """`fields` are options of the worker or limits of its hand-overs, or its block size."""
+    block_size = fields.pop("block_size", 4)
     names = {field.name for field in dataclasses.fields(HandOverOptions)}
     limits = {name: fields.pop(name) for name in names & set(fields)}
     engine = EngineOptions(
-        block_size=4, num_blocks=256, threads=1, chunk_tokens=16, prefill_batch=4, decode_batch=4
+        block_size=block_size,
+        num_blocks=1024 // block_size,
+        threads=1,
+        chunk_tokens=16,
+        prefill_batch=4,
+        decode_batch=4,
     )
     options = WorkerOptions(
         **{"model": str(folder), "role": role, "worker_id": f"{role}-0"} | fields,
@@ -130,11 +136,9 @@ class HeldCopies(ShmEngine):
         super().__init__(pool)
         self.held: list[Callable[[], None]] = []
 
-    def post_receive(
-        self, peer: Incarnation, source: BlockSource, block_ids: Sequence[BlockId]
-    ) -> TransferToken:
+    def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
         token = TransferToken()
-        copied = super().post_receive(peer, source, block_ids)
+        copied = super().post_receive(peer, receive)
 
         def end(done: TransferToken) -> None:
             token.kv_bytes, token.transfer_s = done.kv_bytes, done.transfer_s
@@ -158,8 +162,8 @@ class HeldSends(ShmEngine):
     is_holding = False
     held: TransferToken  # of the last send
 
-    def post_send(self, peer: Incarnation, block_ids: Sequence[BlockId]) -> TransferToken:
+    def post_send(self, peer: Incarnation, send: Send) -> TransferToken:
         if not self.is_holding:
-            return super().post_send(peer, block_ids)
+            return super().post_send(peer, send)
         self.held = TransferToken()
         return self.held

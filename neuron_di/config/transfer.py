@@ -1,0 +1,82 @@
+"""How KV moves between workers: by which transfer engines, and what it may become on the way."""
+
+from dataclasses import dataclass
+
+from neuron_di.config.option import ByteSize, option
+from neuron_di.errors import ConfigError
+
+AUTO = "auto"
+# The preferred first.
+ENGINE_NAMES = ("handover", "cuda_ipc", "shm", "nixl", "tcp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOptions:
+    """How KV moves between workers."""
+
+    transfer: tuple[str, ...] = option(
+        f"what may move KV to and from other workers, of {', '.join(ENGINE_NAMES)}, the preferred "
+        "first; auto is what works here: handover and shm on one machine, and tcp where --host can "
+        "be reached from others",
+        default=(AUTO,),
+    )
+    kv_convert: bool = option(
+        "take and give KV of another number format, too, where the other worker says so as well; "
+        "tokens then differ as numbers round",
+        default=False,
+    )
+    landing_memory: ByteSize | None = option(
+        "memory in which a decode worker takes KV of another layout, such as 1GiB; none takes "
+        "twice its pool, at most 1GiB, or more where a single prompt may need it",
+        default=None,
+        at_least=4096,
+    )
+    transfer_host: str | None = option(
+        "address at which decode workers fetch KV over TCP from a prefill worker; none is --host",
+        default=None,
+    )
+    transfer_port: int = option(
+        "port of that address; 0 takes any free one", default=0, at_least=0, at_most=65535
+    )
+    transfer_streams: int = option(
+        "connections per pair of workers that large KV is spread over, where it goes by tcp: more "
+        "where the network limits each of them",
+        default=1,
+        at_least=1,
+        at_most=64,
+    )
+    transfer_tls_cert: str | None = option(
+        "certificate chain for TLS between workers, PEM, shown by both ends; none sends KV "
+        "authenticated, but readable on the way",
+        default=None,
+    )
+    transfer_tls_key: str | None = option(
+        "private key of that certificate, PEM; none goes with no certificate", default=None
+    )
+    transfer_tls_ca: str | None = option(
+        "certificates that sign those of the other workers, PEM; none goes with no certificate",
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        files = (self.transfer_tls_cert, self.transfer_tls_key, self.transfer_tls_ca)
+        if any(files) and not all(files):
+            raise ConfigError(
+                "--transfer-tls-cert, --transfer-tls-key and --transfer-tls-ca go together",
+                param="transfer_tls_cert",
+            )
+        if self.is_auto:
+            return
+        for name in self.transfer:
+            if name not in ENGINE_NAMES:
+                raise ConfigError(
+                    f"--transfer is auto or a list of {', '.join(ENGINE_NAMES)}, not {name!r}",
+                    param="transfer",
+                )
+        if not self.transfer or len(set(self.transfer)) < len(self.transfer):
+            raise ConfigError("--transfer must name each engine once", param="transfer")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether nobody chose."""
+        return self.transfer == (AUTO,)

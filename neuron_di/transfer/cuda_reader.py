@@ -1,0 +1,213 @@
+"""What reads one prefill worker's GPU memory: its mapping, a stream and a thread of its own.
+
+Of its own, because a stream whose turn never comes (the peer's kernels hang) can only be given up:
+no other peer's transfers wait behind it. All CUDA calls are made on that thread, so that what was
+opened for this peer is closed after the last copy out of it, and on the same device.
+
+    gate      the stream waits for the kernels that were recorded at both ends
+    copies    only once the gate has opened, so that none is on its way when the wait is given up
+    done      the thread sleeps until the device has made them
+
+So far this has run on a simulator of the CUDA runtime only; tests/device runs on a GPU.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from neuron_di.clock import Deadline
+from neuron_di.errors import NeuronDiError, PeerGone, PeerRefused, PeerTimeout, StaleIncarnation
+from neuron_di.kv import BlockIds, KvLayout, Memory, PeerPool, check_header, head_bytes
+from neuron_di.kv.device_pool import MARK_BYTES, DevicePool, mark_of, pool_here
+from neuron_di.transfer.copy_thread import CopyThread
+from neuron_di.transfer.domain import this_machine
+from neuron_di.transfer.transfer_engine import Receive, TransferToken
+from neuron_di.types import Incarnation
+from neuron_di.wire import CudaIpcRegion
+from neuron_di_bindings import shared_memory
+from neuron_di_bindings.cuda_runtime import CudaError
+
+# How long to wait before looking whether the gate has opened: twice as long each time.
+_POLL_S_MIN, _POLL_S_MAX = 20e-6, 1e-3
+
+
+class CudaReader:
+    """Borrows this worker's pool."""
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        peer: Incarnation,
+        region: CudaIpcRegion,
+        layout: KvLayout,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._heads = _open_heads(peer, region, layout)
+        self.num_blocks = region.head.num_blocks
+        self.num_bytes = region.num_bytes
+        self._pool = pool
+        self._runtime = pool.runtime
+        self._peer = peer
+        self._region = region
+        self._timeout_s = timeout_s
+        self._never = threading.Event()
+        self._broken: NeuronDiError | None = None
+        # What undoes what was opened, in order. It knows no reader, so that an ended reader goes.
+        self._ends: list[Callable[[], None]] = []
+        self._stream = self._gate = self._done = 0
+        self._peers_address = 0  # of block 0
+        self._kernels_done = 0  # the peer's event
+        self._found_mark = np.zeros(len(mark_of(peer, region.nonce)), np.uint8)
+        self._thread = CopyThread("kv-transfer-cuda")
+
+    def connect(self) -> None:
+        """Open the peer's memory and prove it. Once, and before anything else. Blocks.
+
+        PeerGone, PeerRefused, PeerTimeout or StaleIncarnation: then it is to be ended.
+        """
+        token, is_over = TransferToken(), threading.Event()
+        token.on_done(lambda _: is_over.set())
+        self._thread.post(self._open, 0, token)
+        # Longer than what the thread gives itself: the rest of CUDA's calls wait for nobody.
+        is_over.wait(2 * self._timeout_s)
+        error = token.error() if token.is_done() else PeerTimeout("CUDA does not answer")
+        if error is not None:
+            raise error
+
+    def post(self, receive: Receive, token: TransferToken, *, is_batched: bool) -> None:
+        """The caller checked the bounds. `is_batched`: the memory is no unpinned host memory."""
+        copy = partial(self._receive, receive, is_batched)
+        self._thread.post(copy, receive.runs.num_bytes, token)
+
+    def generations(self, block_ids: BlockIds) -> list[int]:
+        """The generation of each of the peer's blocks now."""
+        return self._heads.generations(block_ids)
+
+    def end(self) -> CopyThread:
+        """Read what was posted, then close the peer's memory: what remains is the thread."""
+        self._thread.end(partial(_undo, self._ends))
+        return self._thread
+
+    def _open(self) -> NeuronDiError | None:
+        try:
+            self._check_device()
+            self._open_peer()
+            self._prove()
+        except CudaError as error:
+            return PeerGone(f"CUDA does not reach the prefill worker's pool: {error}")
+        except NeuronDiError as error:
+            return error
+        return None
+
+    def _check_device(self) -> None:
+        runtime, own = self._runtime, self._pool.device
+        runtime.set_device(own)
+        if runtime.device_uuid(own) == self._region.device_uuid:
+            return
+        for device in range(runtime.num_devices()):
+            if runtime.device_uuid(device) == self._region.device_uuid:
+                if not runtime.can_access_peer(own, device):
+                    raise PeerRefused(f"GPU {own} does not reach the memory of GPU {device}")
+                return
+        # A device that this process does not see, or another MIG instance: opening it shows.
+
+    def _open_peer(self) -> None:
+        runtime, region = self._runtime, self._region
+        self._stream = runtime.create_stream()
+        self._ends.append(partial(runtime.destroy_stream, self._stream))
+        self._gate, self._done = runtime.create_event(), runtime.create_event()
+        self._ends += [partial(runtime.destroy_event, one) for one in (self._gate, self._done)]
+        here = pool_here(region.memory_handle)
+        if here is None:
+            base = runtime.open_memory(region.memory_handle)
+            self._ends.append(partial(runtime.close_memory, base))
+            self._kernels_done = runtime.open_event(region.event_handle)
+            self._ends.append(partial(runtime.destroy_event, self._kernels_done))
+        else:
+            base, self._kernels_done = here.base_address - MARK_BYTES, here.kernels_done
+        start, num_bytes = runtime.extent(base)
+        if region.offset + region.num_bytes > start + num_bytes - base:
+            raise PeerRefused("the prefill worker's pool is smaller than it says")
+        self._peers_address = base + region.offset
+
+    def _prove(self) -> None:
+        """What stands before the peer's block 0 is what the peer, and nobody else, put there."""
+        mark = self._found_mark
+        address = self._peers_address - MARK_BYTES
+        self._runtime.copy(mark.ctypes.data, address, len(mark), self._stream)
+        self._runtime.record(self._done, self._stream)
+        self._wait_for(self._done)
+        if mark.tobytes() != mark_of(self._peer, self._region.nonce):
+            raise StaleIncarnation("the GPU memory is not of the worker that was announced")
+
+    def _receive(self, receive: Receive, is_batched: bool) -> NeuronDiError | None:
+        if self._broken is not None:
+            return self._broken
+        runtime, stream = self._runtime, self._stream
+        try:
+            runtime.wait_in_stream(stream, self._kernels_done)
+            if _is_part(receive.memory, self._pool.memory()):
+                runtime.wait_in_stream(stream, self._pool.kernels_done)
+            runtime.record(self._gate, stream)
+            self._wait_for(self._gate)
+        except (CudaError, PeerTimeout) as error:
+            return self._break(error)
+        runs = receive.runs
+        destinations = (runs.destination_offsets + receive.memory.address).astype(np.uint64)
+        sources = (runs.source_offsets + self._peers_address).astype(np.uint64)
+        lengths = runs.lengths.astype(np.uint64)
+        try:
+            runtime.copy_runs(destinations, sources, lengths, stream, is_batched=is_batched)
+            runtime.record(self._done, stream)
+            runtime.synchronize_event(self._done)
+        except CudaError as error:
+            with contextlib.suppress(CudaError):  # nothing is on its way when the token is done
+                runtime.synchronize(stream)
+            return self._break(error)
+        return None
+
+    def _wait_for(self, event: int) -> None:
+        deadline, delay_s = Deadline.after(self._timeout_s), _POLL_S_MIN
+        while not self._runtime.is_done(event):
+            if deadline.has_passed():
+                raise PeerTimeout("the prefill worker's GPU work came to a halt")
+            self._never.wait(delay_s)
+            delay_s = min(2 * delay_s, _POLL_S_MAX)
+
+    def _break(self, error: CudaError | PeerTimeout) -> NeuronDiError:
+        self._broken = PeerGone("the connection to the prefill worker's pool has failed")
+        if isinstance(error, PeerTimeout):
+            return error
+        return PeerGone(f"a copy from the prefill worker's GPU memory failed: {error}")
+
+
+def _undo(ends: list[Callable[[], None]]) -> None:
+    """On the thread, last: no copy is in flight."""
+    for end in reversed(ends):
+        with contextlib.suppress(CudaError):  # the device has failed: nothing is left
+            end()
+
+
+def _open_heads(peer: Incarnation, region: CudaIpcRegion, layout: KvLayout) -> PeerPool:
+    """The peer's header and generations, once all that it says of its pool fits together."""
+    head = region.head
+    if region.host != this_machine():
+        raise PeerRefused("the prefill worker's GPU is in another machine or container")
+    if head.incarnation != peer:
+        raise StaleIncarnation(f"the pool of process {head.pid} is not the peer's")
+    if region.num_bytes != head.num_blocks * layout.block_bytes or region.offset < MARK_BYTES:
+        raise PeerRefused("the prefill worker's pool is none that this engine can read")
+    try:
+        view = shared_memory.open_peer_segment(head.pid, head.fd, head_bytes(head.num_blocks))
+    except (OSError, ValueError, OverflowError) as error:
+        raise PeerGone(f"cannot map the KV pool of process {head.pid}: {error}") from None
+    check_header(view, peer, head.num_blocks)
+    return PeerPool(view, head.num_blocks, layout)
+
+
+def _is_part(part: Memory, memory: Memory) -> bool:
+    return 0 <= part.address - memory.address < memory.num_bytes

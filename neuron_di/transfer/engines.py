@@ -1,0 +1,109 @@
+"""The transfer engines that a worker offers, by its options. Each is imported only if it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from neuron_di.config import TransferOptions, is_loopback
+from neuron_di.errors import ConfigError
+from neuron_di.kv import ArenaPool, KvPool
+from neuron_di.kv.device_pool import DevicePool
+from neuron_di.transfer.handover_engine import HandoverEngine
+from neuron_di.transfer.shm_engine import ShmEngine
+from neuron_di.transfer.tcp_engine import TcpEngine
+from neuron_di.transfer.transfer_engine import TransferEngine
+
+WhyRefused = Callable[[str, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    options: TransferOptions
+    host: str
+    announced_host: str | None
+    why_refused: WhyRefused
+
+
+def make_engines(
+    pool: KvPool,
+    options: TransferOptions,
+    host: str,
+    *,
+    announced_host: str | None = None,
+    why_refused: WhyRefused = lambda _host, _port: "",
+) -> list[TransferEngine]:
+    """The preferred first. ConfigError where one that was named cannot work here.
+
+    `host` is the address to listen on, `announced_host` what others reach it by, if that is
+    another; `why_refused` says which addresses of peers are not connected to, and why.
+    """
+    setting = _Setting(options, host, announced_host, why_refused)
+    engines: list[TransferEngine] = []
+    try:
+        for name in _auto(pool, setting) if options.is_auto else options.transfer:
+            maker = _MAKERS.get(name)
+            if maker is None:
+                raise ConfigError(f"--transfer {name} is not available here", param="transfer")
+            if isinstance(pool, DevicePool) and name != "cuda_ipc":
+                raise ConfigError(f"--transfer {name} is for KV in host memory", param="transfer")
+            engines.append(maker(pool, setting))
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    return engines
+
+
+def _handover(pool: KvPool, setting: _Setting) -> TransferEngine:  # noqa: ARG001
+    if not isinstance(pool, ArenaPool):
+        raise ConfigError(
+            "--transfer handover is for workers that one `neuron-di serve` starts", param="transfer"
+        )
+    return HandoverEngine(pool)
+
+
+def _cuda_ipc(pool: KvPool, setting: _Setting) -> TransferEngine:  # noqa: ARG001
+    from neuron_di.transfer.cuda_ipc_engine import CudaIpcEngine
+
+    return CudaIpcEngine(pool)
+
+
+def _shm(pool: KvPool, setting: _Setting) -> TransferEngine:  # noqa: ARG001
+    return ShmEngine(pool)
+
+
+def _nixl(pool: KvPool, setting: _Setting) -> TransferEngine:  # noqa: ARG001
+    from neuron_di.transfer.nixl_engine import NixlEngine
+
+    return NixlEngine(pool)
+
+
+def _tcp(pool: KvPool, setting: _Setting) -> TransferEngine:
+    return TcpEngine(
+        pool,
+        setting.options,
+        host=setting.host,
+        announced_host=setting.announced_host,
+        why_refused=setting.why_refused,
+    )
+
+
+def _auto(pool: KvPool, setting: _Setting) -> list[str]:
+    """What works without being asked for. Workers of one machine have better than TCP."""
+    if isinstance(pool, DevicePool):
+        return ["cuda_ipc"]  # the others read and write what the processor can address
+    names = ["shm"]
+    if isinstance(pool, ArenaPool):
+        names.insert(0, "handover")
+    host = setting.options.transfer_host or setting.announced_host or setting.host
+    if not is_loopback(host):
+        names.append("tcp")
+    return names
+
+
+_MAKERS: dict[str, Callable[[KvPool, _Setting], TransferEngine]] = {
+    "handover": _handover,
+    "cuda_ipc": _cuda_ipc,
+    "shm": _shm,
+    "nixl": _nixl,
+    "tcp": _tcp,
+}

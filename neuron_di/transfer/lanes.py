@@ -1,0 +1,251 @@
+"""Which transfer engine moves KV between this worker and each of its peers, and why that one.
+
+    both say what they have      KvMapInit, KvMap: an offer per engine, the preferred first
+    decode tries them in turn    the first whose connection proves itself is the lane
+    a lane that fails            its link breaks; for a while it is tried after all others
+
+Every pair has one lane at a time. It is chosen by the decode worker, which names it in each Pull.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from neuron_di.clock import Deadline, now_s
+from neuron_di.config import HandOverOptions
+from neuron_di.errors import (
+    LocalProtocolError,
+    NeuronDiError,
+    PeerError,
+    PeerGone,
+    PeerRefused,
+    PeerTimeout,
+    RemoteProtocolError,
+)
+from neuron_di.kv import KvLayout, Memory
+from neuron_di.obs import LimitedLogger
+from neuron_di.transfer.transfer_engine import Receive, Send, TransferEngine, TransferToken
+from neuron_di.types import Incarnation
+from neuron_di.wire import Offer
+
+SUSPECTED_S = 60.0  # how long a lane that failed is tried after all others
+SUSPECTS_MAX = 1024
+REASON_CHARS_MAX = 300  # of why a lane is what it is
+# Measured: where bytes take their time. Over shared memory a whole request is copied faster than
+# pieces are announced.
+STREAMED_LANES = frozenset({"tcp", "nixl"})
+UNSTREAMED_LANES = frozenset({"handover", "cuda_ipc"})  # nothing moves, or not into landing memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A connection of this decode worker to one peer's KV. `reason` has a word on each engine."""
+
+    peer: Incarnation
+    engine: TransferEngine
+    reason: str
+    connect_s: float
+    is_fallback: bool = False  # an engine that goes before it failed
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    def post_receive(self, receive: Receive) -> TransferToken:
+        return self.engine.post_receive(self.peer, receive)
+
+    def cancel(self, tag: int) -> None:
+        self.engine.cancel(self.peer, tag)
+
+    def fence(self) -> None:
+        self.engine.fence(self.peer)
+
+    def commit(self, receive: Receive) -> NeuronDiError | None:
+        return self.engine.commit(self.peer, receive)
+
+    def abandon(self, receive: Receive) -> NeuronDiError | None:
+        return self.engine.abandon(self.peer, receive)
+
+
+class LaneSet:
+    """A worker's transfer engines, the preferred first. Owns them. Thread-safe."""
+
+    def __init__(self, engines: Sequence[TransferEngine]) -> None:
+        assert engines, "a worker with peers moves KV somehow"
+        self.engines = tuple(engines)
+        self._by_name = {engine.name: engine for engine in engines}
+        assert len(self._by_name) == len(engines), "two engines have one name"
+        self._lock = threading.Lock()
+        self._log = LimitedLogger(__name__)  # peers come back as often as they like; under the lock
+        self._accepted: dict[Incarnation, frozenset[str]] = {}
+        self._registered: set[tuple[str, Memory]] = set()
+        # Lanes that failed: until when that counts, and why.
+        self._suspects: OrderedDict[tuple[Incarnation, str], tuple[Deadline, str]] = OrderedDict()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def offers(self, peer: Incarnation) -> list[Offer]:
+        """Decode side: how this peer reaches this worker's pool, over all engines there are."""
+        return [Offer.of(engine.name, engine.local_region(peer)) for engine in self.engines]
+
+    def accepted_offers(self, peer: Incarnation) -> list[Offer]:
+        """Prefill side: as offers(), over the engines that this peer may use."""
+        names = self._accepted.get(peer, frozenset())
+        return [offer for offer in self.offers(peer) if offer.engine in names]
+
+    def register(self, memory: Memory) -> None:
+        """Further memory that receives will go to, until close(). May block.
+
+        Where that fails it may be called again: no engine is told twice.
+        """
+        for engine in self.engines:
+            if (engine.name, memory) not in self._registered:
+                engine.register(memory)
+                self._registered.add((engine.name, memory))
+
+    def connect(self, peer: Incarnation, offers: Sequence[Offer], layout: KvLayout) -> Lane:
+        """Decode side: the first engine that both have and that works, tried in order.
+
+        May block. The last engine's error, with a word on each, when none works; PeerRefused when
+        they have none in common.
+        """
+        start_s = now_s()
+        offered = {offer.engine: offer for offer in offers}
+        words: dict[str, str] = {}
+        failure: NeuronDiError | None = None
+        is_fallback = False
+        for engine in self._in_order(peer, words):
+            name = engine.name
+            if (offer := offered.get(name)) is None:
+                words[name] = "not offered by the peer"
+                continue
+            try:
+                engine.connect(peer, offer.read(), layout)
+            except NeuronDiError as error:
+                words[name] = error.message[:REASON_CHARS_MAX]
+                failure = error if words[name] == error.message else type(error)(words[name])
+                # Refused: these two never had it in common, say because they are on two hosts.
+                is_fallback |= not isinstance(error, PeerRefused)
+            except Exception as bug:  # of one engine: the others may do
+                with self._lock:
+                    self._log.exception("lane_failed", lane=name)
+                is_fallback = True
+                failure = LocalProtocolError(f"connecting failed: {type(bug).__name__}")
+                words[name] = failure.message
+            else:
+                words[name] = "chosen"
+                lane = Lane(
+                    peer=peer,
+                    engine=engine,
+                    reason=self._reason(words),
+                    connect_s=now_s() - start_s,
+                    is_fallback=is_fallback or self._is_behind_suspects(peer, engine),
+                )
+                with self._lock:
+                    self._log.info("lane_chosen", lane=name, reason=lane.reason)
+                return lane
+        if failure is None:
+            raise PeerRefused(f"no transfer engine in common: {self._reason(words)}")
+        if len(self.engines) > 1:
+            failure = type(failure)(self._reason(words))
+        raise failure
+
+    def accept(self, peer: Incarnation, offers: Sequence[Offer], layout: KvLayout) -> None:
+        """Prefill side: prepare the engines that both have. May block.
+
+        The last engine's error where none could be prepared; PeerRefused: they have none in common.
+        """
+        accepted: set[str] = set()
+        failure: Exception = PeerRefused("no transfer engine in common")
+        for offer in offers:
+            engine = self._by_name.get(offer.engine)
+            if engine is None or engine.name in accepted:
+                continue
+            try:
+                engine.accept(peer, offer.read(), layout)
+            except PeerError as error:
+                failure = error
+                reason = error.message[:REASON_CHARS_MAX]
+                with self._lock:
+                    self._log.info("lane_not_accepted", lane=engine.name, reason=reason)
+            except Exception as bug:  # of one engine: the others may do
+                failure = bug
+                with self._lock:
+                    self._log.exception("lane_failed", lane=engine.name)
+            else:
+                accepted.add(engine.name)
+        if not accepted:
+            raise failure
+        with self._lock:
+            self._accepted[peer] = self._accepted.get(peer, frozenset()) | accepted
+
+    def post_send(self, peer: Incarnation, name: str, send: Send) -> TransferToken:
+        """Prefill side, on Pull. RemoteProtocolError: not an engine that this peer may name."""
+        self.check_accepted(peer, name)
+        return self._by_name[name].post_send(peer, send)
+
+    def check_accepted(self, peer: Incarnation, name: str) -> None:
+        """RemoteProtocolError where it was not prepared for this peer."""
+        if name not in self._accepted.get(peer, frozenset()):
+            raise RemoteProtocolError(f"the transfer engine {name!r} was not agreed on")
+
+    def suspect(self, lane: Lane, error: NeuronDiError) -> None:
+        """A transfer failed as transfers of a broken lane do: let others go before it."""
+        with self._lock:
+            reason = error.message[:REASON_CHARS_MAX]
+            self._suspects[lane.peer, lane.name] = (Deadline.after(SUSPECTED_S), reason)
+            self._suspects.move_to_end((lane.peer, lane.name))
+            if len(self._suspects) > SUSPECTS_MAX:
+                self._suspects.popitem(last=False)
+
+    def disconnect(self, peer: Incarnation) -> None:
+        """Forget a peer, on whichever engine. Unknown peers are ignored."""
+        with self._lock:
+            self._accepted.pop(peer, None)
+        for engine in self.engines:
+            engine.disconnect(peer)
+
+    def close(self) -> None:
+        """End all engines after the transfers that were posted. Blocks until then."""
+        for engine in self.engines:
+            engine.close()
+
+    def _in_order(self, peer: Incarnation, words: dict[str, str]) -> list[TransferEngine]:
+        """The preferred first, behind them those that failed a moment ago."""
+        suspected = [engine for engine in self.engines if self._why_suspected(peer, engine)]
+        for engine in suspected:
+            words[engine.name] = f"failed: {self._why_suspected(peer, engine)}"
+        return [engine for engine in self.engines if engine not in suspected] + suspected
+
+    def _is_behind_suspects(self, peer: Incarnation, engine: TransferEngine) -> bool:
+        before = self.engines[: self.engines.index(engine)]
+        return any(self._why_suspected(peer, each) for each in before)
+
+    def _why_suspected(self, peer: Incarnation, engine: TransferEngine) -> str:
+        """Empty where it is not."""
+        with self._lock:
+            until, reason = self._suspects.get((peer, engine.name), (None, ""))
+            if until is not None and until.has_passed():
+                del self._suspects[peer, engine.name]
+                return ""
+            return reason
+
+    def _reason(self, words: dict[str, str]) -> str:
+        """A word on each engine, in order of preference."""
+        said = [f"{e.name}: {words[e.name]}" for e in self.engines if e.name in words]
+        return "; ".join(said)[:REASON_CHARS_MAX]
+
+
+def is_of_lane(error: NeuronDiError | None) -> bool:
+    """Whether a transfer that ended so says that its lane is broken, not only this transfer."""
+    return isinstance(error, PeerGone | PeerTimeout)
+
+
+def streams_over(lane: Lane, limits: HandOverOptions) -> bool:
+    """Whether layers are asked for where this is what moves them."""
+    if limits.stream_layers == "auto":
+        return lane.name in STREAMED_LANES
+    return limits.stream_layers == "on" and lane.name not in UNSTREAMED_LANES

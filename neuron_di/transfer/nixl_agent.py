@@ -1,0 +1,193 @@
+"""The NIXL library, and one agent of it: what reaches other processes' registered memory.
+
+The library's own Python interface is not used: there an agent that serves others keeps a core
+busy for ever (its thread polls without a pause), and loading it changes how this process logs.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuron_di.clock import Deadline
+from neuron_di.errors import ConfigError, PeerGone, PeerTimeout
+from neuron_di.kv import Memory
+
+Rows = NDArray[np.uint64]  # [runs, 3]: address, bytes, device
+
+# How often a serving agent looks after its peers when nothing wakes it up.
+_SERVE_DELAY_US = 20_000
+# How long to wait before looking whether a transfer is done: twice as long each time.
+_POLL_S_MIN, _POLL_S_MAX = 20e-6, 200e-6
+
+
+@cache
+def load_nixl() -> Any:
+    """NIXL's compiled interface. ConfigError, which names the extra, where it cannot be loaded."""
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # not between what this process prints
+    raises = logging.raiseExceptions
+    try:
+        return importlib.import_module("nixl_cu12._bindings")
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"the transfer engine nixl needs NIXL ({error}): pip install 'neuron-di[nixl]'"
+        ) from None
+    finally:
+        logging.raiseExceptions = raises  # NIXL sets it for the whole process
+
+
+@cache
+def _failures(nixl: Any) -> tuple[type[Exception], ...]:
+    found = [
+        one for one in vars(nixl).values() if isinstance(one, type) and issubclass(one, Exception)
+    ]
+    return (*found, RuntimeError, ValueError, TypeError)
+
+
+def rows_of(address: int, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Rows:
+    """Runs of bytes as NIXL takes them. The caller checked the bounds."""
+    rows = np.zeros((len(offsets), 3), np.uint64)
+    rows[:, 0] = offsets + address
+    rows[:, 1] = lengths
+    return rows
+
+
+class NixlAgent:
+    """Reads peers' memory, or, where `is_serving`, lets them read this process's.
+
+    ConfigError where it cannot be made. A reading agent is one thread's, but for `register`.
+    """
+
+    def __init__(self, name: str, backend_options: Mapping[str, str], *, is_serving: bool) -> None:
+        self._nixl = nixl = load_nixl()
+        self._failures = _failures(nixl)
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = is_serving
+        config.pthrDelay = _SERVE_DELAY_US
+        config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+        try:
+            self._agent: Any = nixl.nixlAgent(name, config)
+            self._agent.createBackend("UCX", dict(backend_options))
+        except self._failures as error:
+            raise ConfigError(
+                f"NIXL's UCX backend cannot be started: {error}; UCX_TLS, if it is set, must name "
+                "lanes that notice the end of a peer, such as tcp"
+            ) from None
+        self._peer = ""
+        self._transfer: int | None = None  # in progress
+        self._prepared: list[int] = []  # own blocks, the peer's blocks
+        self._never = threading.Event()
+
+    def register(self, memory: Memory) -> None:
+        """Memory that transfers may touch, until close(). ConfigError where it cannot be."""
+        rows = [(memory.address, memory.num_bytes, 0, "")]
+        agent = self._agent
+        if agent is None:
+            return  # it was closed meanwhile
+        try:
+            agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, rows))
+        except self._failures as error:
+            raise ConfigError(f"NIXL cannot register {memory.num_bytes} bytes: {error}") from None
+
+    def metadata(self) -> bytes:
+        """What a peer loads to reach the memory that was registered."""
+        metadata: bytes = self._agent.getLocalMD()
+        return metadata
+
+    def connect(self, agent: str, metadata: bytes) -> None:
+        """Reach this peer. PeerGone where it cannot be."""
+        try:
+            name = self._agent.loadRemoteMD(metadata)
+        except self._failures as error:
+            raise PeerGone(f"NIXL does not reach the prefill worker: {error}") from None
+        self._peer = name.decode(errors="replace")
+        if self._peer != agent:
+            raise PeerGone("NIXL's metadata is of another agent than the named")
+
+    def read(self, own: Rows, peers: Rows, deadline: Deadline) -> None:
+        """Copy the peer's bytes into own memory: row for row. Blocks.
+
+        PeerGone or PeerTimeout: then bytes may still come, until close().
+        """
+        nixl = self._nixl
+        self._run(
+            lambda: self._agent.createXferReq(
+                nixl.NIXL_READ,
+                nixl.nixlXferDList(nixl.DRAM_SEG, own),
+                nixl.nixlXferDList(nixl.DRAM_SEG, peers),
+                self._peer,
+            ),
+            deadline,
+        )
+
+    def prepare(self, own: Memory, peers: Memory, block_bytes: int) -> None:
+        """For read_blocks: describe all blocks of both once. PeerGone where that cannot be."""
+        try:
+            for agent, memory in (("", own), (self._peer, peers)):
+                count = memory.num_bytes // block_bytes
+                row = np.array([[memory.address, block_bytes, 0, block_bytes, count]], np.uint64)
+                name = agent or self._nixl.NIXL_INIT_AGENT
+                blocks = self._agent.prepXferDlist(name, self._nixl.DRAM_SEG, row)
+                self._prepared.append(blocks)
+        except self._failures as error:
+            raise PeerGone(f"NIXL cannot prepare the transfer of blocks: {error}") from None
+
+    def read_blocks(
+        self, own: NDArray[np.int64], peers: NDArray[np.int64], deadline: Deadline
+    ) -> None:
+        """Like `read`, of blocks that were prepared, by their numbers."""
+        own_blocks, peers_blocks = self._prepared
+        self._run(
+            lambda: self._agent.makeXferReq(
+                self._nixl.NIXL_READ,
+                own_blocks,
+                own.astype(np.int32),
+                peers_blocks,
+                peers.astype(np.int32),
+            ),
+            deadline,
+        )
+
+    def _run(self, make_transfer: Callable[[], int], deadline: Deadline) -> None:
+        nixl = self._nixl
+        try:
+            transfer = self._transfer = make_transfer()
+            status = self._agent.postXferReq(transfer)
+            delay_s = _POLL_S_MIN
+            while status == nixl.NIXL_IN_PROG:
+                if deadline.has_passed():
+                    raise PeerTimeout("a transfer from the prefill worker came to a halt")
+                self._never.wait(delay_s)
+                delay_s = min(2 * delay_s, _POLL_S_MAX)
+                status = self._agent.getXferStatus(transfer)
+            if status != nixl.NIXL_SUCCESS:
+                raise PeerGone(f"a transfer from the prefill worker failed: {status}")
+            self._agent.releaseXferReq(transfer)
+            self._transfer = None
+        except self._failures as error:
+            raise PeerGone(f"a transfer from the prefill worker failed: {error}") from None
+
+    def close(self) -> None:
+        """Nothing reads or writes this process's memory through the agent any more.
+
+        Only the end of the agent makes sure of it: a transfer that NIXL was told to give up may
+        write later.
+        """
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        ends = [partial(agent.releasedDlistH, blocks) for blocks in self._prepared]
+        if self._transfer is not None:
+            ends.insert(0, partial(agent.releaseXferReq, self._transfer))
+        if self._peer:
+            ends.append(partial(agent.invalidateRemoteMD, self._peer))
+        for end in ends:
+            with contextlib.suppress(*self._failures):  # the peer is gone: the agent goes anyway
+                end()

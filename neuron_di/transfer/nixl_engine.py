@@ -1,0 +1,149 @@
+"""The transfer engine over NIXL (UCX): RDMA between hosts, or this host's shared memory.
+
+The decode worker reads prefill's registered pool; prefill's processor is not involved, where the
+hardware can do without. Where it cannot (UCX over TCP) prefer the engine tcp: UCX emulates reads
+there, and a process whose reader dies in mid-transfer may be aborted by it.
+"""
+
+import threading
+
+from neuron_di.errors import ConfigError, NeuronDiError, PeerGone, PeerRefused
+from neuron_di.kv import ArenaPool, KvLayout, KvPool, Memory, head_bytes
+from neuron_di.transfer.nixl_agent import NixlAgent
+from neuron_di.transfer.nixl_reader import NixlReader
+from neuron_di.transfer.run_bounds import OwnMemories
+from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
+from neuron_di.types import Incarnation
+from neuron_di.wire import NixlRegion, Region
+
+TRANSFER_TIMEOUT_S = 30.0
+
+
+class NixlEngine:
+    """Owns an agent that serves this worker's pool, and a reader per peer; borrows the pool.
+
+    `ucx_config` has UCX settings of this engine alone ("TLS=tcp,NET_DEVICES=eth0"), before those
+    of the environment (UCX_TLS, …). ConfigError where NIXL is not installed or cannot start.
+    """
+
+    name = "nixl"
+    is_one_sided = True
+
+    def __init__(
+        self, pool: KvPool, *, ucx_config: str = "", timeout_s: float = TRANSFER_TIMEOUT_S
+    ) -> None:
+        if isinstance(pool, ArenaPool):  # it has no header and generations of its own
+            raise ConfigError(
+                "the transfer engine nixl reads no pool that is a share of an arena: leave "
+                "handover out of --transfer"
+            )
+        self._pool = pool
+        # With mode "peer" a transfer from a process that dies ends with an error.
+        self._options = {"ucx_error_handling_mode": "peer", "engine_config": ucx_config}
+        self._timeout_s = timeout_s
+        self._memories = OwnMemories(pool.memory())
+        self._lock = threading.Lock()
+        self._readers: dict[Incarnation, NixlReader] = {}
+        self._ending: list[NixlReader] = []
+        self._is_closed = False
+        self._server = NixlAgent(pool.incarnation, self._options, is_serving=True)
+        head = head_bytes(pool.num_blocks)
+        memory = pool.memory()
+        self._server.register(Memory(memory.address - head, head + memory.num_bytes))
+        self._region = NixlRegion(
+            agent=pool.incarnation,
+            metadata=self._server.metadata(),
+            address=memory.address,
+            num_bytes=memory.num_bytes,
+        )
+
+    def local_region(self, peer: Incarnation) -> Region:  # noqa: ARG002
+        return self._region
+
+    def register(self, memory: Memory) -> None:
+        self._memories.add(memory)
+        with self._lock:
+            readers = list(self._readers.values())
+        for reader in readers:
+            reader.register(self._memories.all())
+
+    def connect(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
+        if not isinstance(region, NixlRegion):
+            raise PeerRefused("the peer's pool is not registered with NIXL")
+        try:
+            agent = NixlAgent(f"{self._pool.incarnation}-{peer}", self._options, is_serving=False)
+        except ConfigError as error:  # out of descriptors: another engine may do
+            raise PeerGone(error.message) from None
+        try:
+            reader = NixlReader(agent, peer, region, layout, timeout_s=self._timeout_s)
+            reader.register(self._memories.all())
+            if layout.block_bytes == self._pool.layout.block_bytes:
+                reader.prepare(self._pool.memory())
+            reader.start()
+        except BaseException:
+            agent.close()
+            raise
+        with self._lock:
+            previous = self._readers.pop(peer, None)
+            if previous is not None:
+                self._end(previous)
+            self._readers[peer] = reader
+            if self._is_closed:
+                self._end(reader)
+        reader.register(self._memories.all())  # what came meanwhile
+
+    def accept(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
+        """Nothing to do: the pool is registered."""
+
+    def post_send(self, peer: Incarnation, send: Send) -> TransferToken:  # noqa: ARG002
+        token = TransferToken()
+        token.complete()  # the reader does all the work
+        return token
+
+    def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
+        token = TransferToken()
+        reader = self._readers.get(peer)
+        if reader is None:
+            token.complete(PeerGone("no connection to the prefill worker's pool"))
+            return token
+        refusal = self._memories.refusal(
+            receive, peer_bytes=reader.num_bytes, peer_blocks=reader.num_blocks
+        )
+        if refusal is not None:
+            token.complete(refusal)
+            return token
+        reader.post(receive, token)
+        return token
+
+    def cancel(self, peer: Incarnation, tag: int) -> None:
+        """Nothing to do: a transfer waits for nobody, and for no longer than its deadline."""
+
+    def fence(self, peer: Incarnation) -> None:
+        """Nothing to do: NIXL says that a read is done once its bytes can be read."""
+
+    def commit(self, peer: Incarnation, receive: Receive) -> NeuronDiError | None:  # noqa: ARG002
+        """Nothing to do: the generations were read, over the link, before the token was done."""
+        return None
+
+    def abandon(self, peer: Incarnation, receive: Receive) -> NeuronDiError | None:  # noqa: ARG002
+        return None
+
+    def disconnect(self, peer: Incarnation) -> None:
+        with self._lock:
+            reader = self._readers.pop(peer, None)
+            if reader is not None:
+                self._end(reader)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for reader in self._readers.values():
+                self._end(reader)
+            ending = self._ending
+        for reader in ending:
+            reader.join()
+        self._server.close()
+
+    def _end(self, reader: NixlReader) -> None:
+        reader.end()
+        self._ending = [one for one in self._ending if one.is_alive()] + [reader]

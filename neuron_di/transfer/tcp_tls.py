@@ -1,0 +1,62 @@
+"""TLS of the data connections. Both ends show a certificate of the same authority.
+
+No name in a certificate is compared: workers are dialled by address. Who it is, the proof
+behind it shows (tcp_proof.py), which holds for one certificate only.
+"""
+
+import hashlib
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuron_di.config import TransferOptions
+from neuron_di.errors import ConfigError
+
+NO_CERTIFICATE = bytes(32)
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """What both ends of an engine's connections wrap their sockets with."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    certificate_digest: bytes  # of this worker's own
+
+
+def open_tls(options: TransferOptions) -> Tls | None:
+    """None where nobody asked for it. ConfigError where its files do not serve."""
+    cert, key, ca = (
+        options.transfer_tls_cert,
+        options.transfer_tls_key,
+        options.transfer_tls_ca,
+    )
+    if cert is None or key is None or ca is None:
+        return None
+    try:
+        contexts = []
+        for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+            context = ssl.SSLContext(protocol)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_cert_chain(cert, key)
+            context.load_verify_locations(ca)
+            contexts.append(context)
+        server, client = contexts
+        server.num_tickets = 0  # no connection is resumed
+        text = Path(cert).read_text(encoding="ascii", errors="replace")
+        own = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
+        digest = digest_of(ssl.PEM_cert_to_DER_cert(own))
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"the files of --transfer-tls-cert, -key and -ca do not serve: {error}",
+            param="transfer_tls_cert",
+        ) from None
+    return Tls(server, client, digest)
+
+
+def digest_of(certificate: bytes | None) -> bytes:
+    """Of a certificate in DER."""
+    return NO_CERTIFICATE if certificate is None else hashlib.sha256(certificate).digest()

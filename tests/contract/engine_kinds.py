@@ -1,0 +1,76 @@
+"""Every kind of transfer engine. Each must pass the same tests: one entry here is all it takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from neuron_di.kv import ArenaPool, KvLayout, KvPool
+from neuron_di.transfer import ShmEngine, TransferEngine
+from neuron_di.transfer.cuda_ipc_engine import CudaIpcEngine
+from neuron_di.transfer.handover_engine import HandoverEngine
+from neuron_di.transfer.nixl_engine import NixlEngine
+from neuron_di.transfer.tcp_engine import TcpEngine
+from neuron_di.types import Incarnation, WorkerId
+from neuron_di_bindings import owner_words
+
+from . import fake_cuda
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """How to make one end; what else is known of it beforehand."""
+
+    name: str
+    make: Callable[[Any], TransferEngine]  # of what `make_pool` makes
+    make_pool: Callable[[KvLayout, int, Incarnation], KvPool] = KvPool.create
+    # Blocks change owner: both ends' pools lie in the arena of this descriptor, nothing is copied.
+    join_pool: Callable[[int, KvLayout, int, Incarnation], KvPool] | None = None
+    package: str | None = None  # that it needs, beyond this project's own
+    lack: str | None = None  # what else is not there
+    lands: bool = True  # receives bytes into registered memory, too; else it refuses them
+    is_variant: bool = False  # of another kind: only what differs between processes is tested
+    # Prefill lives on when a decode worker dies in mid-transfer.
+    outlives_its_readers: bool = True
+
+    @property
+    def hands_over(self) -> bool:
+        return self.join_pool is not None
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it cannot be tested here."""
+        if self.package is not None and find_spec(self.package) is None:
+            return f"{self.name}: the package {self.package} is not installed"
+        return self.lack
+
+
+def _join(arena_fd: int, layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> KvPool:
+    return ArenaPool.join(arena_fd, WorkerId(incarnation), layout, num_blocks, incarnation)
+
+
+_KINDS = (
+    EngineKind(
+        name="handover",
+        make=HandoverEngine,
+        join_pool=_join,
+        lack=None if owner_words.is_available() else "handover: owner_words was not compiled",
+        lands=False,
+    ),
+    EngineKind(name="shm", make=ShmEngine),
+    EngineKind(name="shm, by its thread", make=lambda pool: ShmEngine(pool, small_bytes_max=0)),
+    EngineKind(name="tcp", make=TcpEngine),
+    EngineKind(name="nixl", make=NixlEngine, package="nixl_cu12"),
+    EngineKind(
+        name="nixl over tcp",
+        make=lambda pool: NixlEngine(pool, ucx_config="TLS=tcp"),
+        package="nixl_cu12",
+        is_variant=True,
+        outlives_its_readers=False,  # UCX emulates reads there, and aborts when it cannot answer
+    ),
+    EngineKind(  # on a simulated GPU: tests/device has a real one
+        name="cuda_ipc", make=CudaIpcEngine, make_pool=fake_cuda.make_pool, lack=fake_cuda.WHY_NOT
+    ),
+)
+
+KINDS = {kind.name: kind for kind in _KINDS}

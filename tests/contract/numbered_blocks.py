@@ -1,0 +1,97 @@
+"""One end's blocks by number, wherever they lie: in an arena they change owner."""
+
+import ctypes
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuron_di.kv import KvPool, Memory
+from neuron_di.transfer import BlockSource
+from neuron_di.types import BlockId
+
+
+def bytes_of(memory: Memory) -> NDArray[np.uint8]:
+    """The memory itself, not a copy. Valid as long as its owner keeps it."""
+    return np.frombuffer((ctypes.c_uint8 * memory.num_bytes).from_address(memory.address), np.uint8)
+
+
+class NumberedBlocks:
+    """The books that a worker keeps of its blocks. Valid until the pool is closed. Thread-safe.
+
+    `blocks[n]` are the bytes of the n-th block, read where it lies now: of one number, a list of
+    them or a slice; `blocks[:]` is [N, bytes of a block]. What is read is a copy.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        self.pool = pool
+        self.ids: NDArray[np.int64] = np.array(pool.block_ids(), np.int64)
+        self._memory = bytes_of(pool.memory()).reshape(-1, pool.layout.block_bytes)
+        self._lock = threading.RLock()
+
+    def id_of(self, number: int) -> BlockId:
+        return BlockId(int(self.ids[number]))
+
+    def ids_of(self, numbers: Iterable[int]) -> list[BlockId]:
+        return [self.id_of(number) for number in numbers]
+
+    def promise(self, numbers: Sequence[int]) -> BlockSource:
+        """These blocks as a prefill worker offers them in Ready."""
+        with self._lock:
+            ids = self.ids_of(numbers)
+            return BlockSource(ids, self.pool.generations(ids))
+
+    def give_up(self, numbers: Iterable[int]) -> None:
+        """As an engine ends a request: what came for a block takes its number."""
+        numbers = list(numbers)
+        with self._lock:
+            while self.pool.retire(self.ids_of(numbers)):
+                self.follow()
+
+    def follow(self) -> None:
+        with self._lock:
+            for went, came in self.pool.exchanges():
+                self.ids[self._number_of(went)] = came
+
+    def give_up_taken(self, source: BlockSource) -> None:
+        """On Done: give up what was promised and taken, and compute the same KV in what came.
+
+        Nothing where that was done before.
+        """
+        with self._lock:
+            if set(source.block_ids) <= set(self.ids.tolist()):
+                numbers = [self._number_of(block_id) for block_id in source.block_ids]
+                before = self[numbers]
+                self.give_up(numbers)
+                self[numbers] = before
+
+    def check(self) -> None:
+        """The pool has the same blocks as these books."""
+        with self._lock:
+            self.follow()
+            if sorted(self.ids.tolist()) != list(self.pool.block_ids()):
+                raise AssertionError("the pool's blocks are others than those in the books")
+
+    def _number_of(self, block_id: int) -> int:
+        return int(np.flatnonzero(self.ids == block_id)[0])
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._memory[self._place(key)]
+
+    def __setitem__(self, key: Any, value: object) -> None:
+        self._memory[self._place(key)] = value
+
+    def _place(self, key: Any) -> Any:
+        return (self.ids[key[0]], *key[1:]) if isinstance(key, tuple) else self.ids[key]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.uint8]:
+        blocks: NDArray[np.uint8] = self[:]
+        return blocks
+
+    def __eq__(self, other: object) -> Any:
+        """Byte for byte, as numpy does."""
+        return self[:] == (other[:] if isinstance(other, NumberedBlocks) else other)
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,190 @@
+"""Landing memory: bounded, given out in the order of asking, whole at the end."""
+
+import asyncio
+import ctypes
+import random
+from itertools import pairwise
+
+import pytest
+from transfer_kit import until
+
+from neuron_di.errors import CapacityError, ConfigError, LocalProtocolError, PeerGone
+from neuron_di.transfer.landing import Landing, Room
+
+PAGE = 4096
+
+
+class Lanes:
+    def __init__(self):
+        self.registered = []
+
+    def register(self, memory):
+        self.registered.append(memory)
+
+
+@pytest.fixture
+async def landing():
+    landing = Landing(Lanes(), 8 * PAGE)
+    await landing.open()
+    yield landing
+    landing.check_integrity()
+    assert landing.num_bytes_asked == 0
+    landing.close()
+
+
+def ask(landing, num_pages, timeout_s=30.0):
+    """(the asking, the list that its answer goes to)"""
+    answers = []
+    return landing.ask(num_pages * PAGE, timeout_s, answers.append), answers
+
+
+def take(landing, num_pages):
+    _, (room,) = ask(landing, num_pages)
+    assert isinstance(room, Room)
+    return room
+
+
+async def test_it_is_made_once_and_told_to_the_engines():
+    lanes = Lanes()
+    landing = Landing(lanes, 5000)
+    assert lanes.registered == []
+    assert landing.num_bytes_open == 0
+    await asyncio.gather(*(landing.open() for _ in range(5)))
+    (memory,) = lanes.registered
+    assert memory.num_bytes == 2 * PAGE
+    room = take(landing, 2)
+    assert room.whole == memory
+    assert landing.num_bytes_open == landing.num_bytes_asked == 2 * PAGE
+    assert room.memory == memory
+    landing.free(room)
+    landing.close()
+
+
+async def test_it_is_as_large_as_a_prompt_may_need_but_not_larger_than_it_may_be(capsys):
+    for wanted, size in ((1, 2), (5, 5), (9, 8)):
+        landing = Landing(Lanes(), 2 * PAGE, 8 * PAGE)
+        await landing.open(wanted * PAGE)
+        assert landing.size_bytes == size * PAGE
+        landing.free(take(landing, size))
+        landing.check_integrity()
+        await landing.open(9 * PAGE)  # of another peer: it stays as it is
+        assert landing.size_bytes == size * PAGE
+        landing.close()
+
+
+async def test_it_is_allocated_once_also_where_an_engine_fails_at_first():
+    lanes = Lanes()
+    landing, register = Landing(lanes, PAGE), lanes.register
+
+    def fail(memory):
+        register(memory)
+        raise PeerGone("not now")
+
+    lanes.register = fail
+    with pytest.raises(PeerGone):
+        await landing.open()
+    lanes.register = register
+    await landing.open()
+    first, second = lanes.registered
+    assert first == second
+    landing.close()
+
+
+async def test_a_room_keeps_the_memory_when_it_is_closed():
+    """Whoever still reads there must not fall."""
+    landing = Landing(Lanes(), 64 * PAGE)
+    await landing.open()
+    room = take(landing, 1)
+    landing.close()
+    assert ctypes.string_at(room.memory.address, PAGE) == bytes(PAGE)
+
+
+async def test_memory_that_cannot_be_had_is_said():
+    landing = Landing(Lanes(), 1 << 60)
+    with pytest.raises(ConfigError, match="--landing-memory"):
+        await landing.open()
+
+
+async def test_rooms_do_not_overlap_and_come_back(landing):
+    rooms = [take(landing, n) for n in (1, 3, 4)]
+    spans = sorted((room.start, room.start + room.memory.num_bytes) for room in rooms)
+    assert all(one[1] <= other[0] for one, other in pairwise(spans))
+    for room in rooms:
+        assert room.memory.address == room.whole.address + room.start
+        landing.free(room)
+    landing.free(take(landing, 8))
+
+
+async def test_who_asks_first_is_served_first(landing):
+    """A large request is not overtaken for ever by small ones."""
+    first, second = take(landing, 5), take(landing, 3)
+    _, large = ask(landing, 6)
+    _, small = ask(landing, 1)
+    landing.free(second)
+    assert (large, small) == ([], [])
+    landing.free(first)
+    assert len(large) == len(small) == 1
+    landing.free(large[0])
+    landing.free(small[0])
+
+
+async def test_whoever_waits_too_long_is_told(landing):
+    room = take(landing, 8)
+    _, answers = ask(landing, 1, timeout_s=0.01)
+    await until(lambda: answers)
+    assert isinstance(answers[0], CapacityError)
+    landing.free(room)
+    assert len(answers) == 1
+
+
+async def test_who_gives_up_makes_room_for_the_next(landing):
+    room = take(landing, 4)
+    large, answers = ask(landing, 8)
+    _, small = ask(landing, 2)
+    landing.cancel(large)
+    assert answers == []
+    assert len(small) == 1
+    landing.cancel(large)
+    landing.free(small[0])
+    landing.free(room)
+
+
+async def test_more_than_there_ever_is_is_refused_at_once(landing):
+    _, (answer,) = ask(landing, 9)
+    assert isinstance(answer, CapacityError)  # of this worker: another one may have it
+    assert "--landing-memory" in answer.message
+
+
+async def test_room_is_given_back_once(landing):
+    room = take(landing, 1)
+    landing.free(room)
+    with pytest.raises(LocalProtocolError):
+        landing.free(room)
+
+
+async def test_any_order_of_asking_and_giving_back(landing):
+    rng, rooms, waiting = random.Random(3), [], []
+    for _ in range(3000):
+        kind = rng.random()
+        if kind < 0.5:
+            asked, answers = ask(landing, rng.randint(1, 8))
+            waiting.append((asked, answers))
+        elif kind < 0.6 and waiting:
+            asked, answers = waiting.pop(rng.randrange(len(waiting)))
+            if answers:
+                rooms.append(answers[0])
+            landing.cancel(asked)
+        elif rooms:
+            landing.free(rooms.pop(rng.randrange(len(rooms))))
+        rooms += [answers[0] for _, answers in waiting if answers]
+        waiting = [(asked, answers) for asked, answers in waiting if not answers]
+        landing.check_integrity()
+        spans = sorted((room.start, room.start + room.memory.num_bytes) for room in rooms)
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
+        if not rooms:
+            assert not waiting, "there is room, and somebody waits"
+    for asked, answers in waiting:
+        landing.cancel(asked)  # the next one may be served then
+        rooms += answers
+    for room in rooms:
+        landing.free(room)

@@ -1,0 +1,148 @@
+"""TLS on the data connections."""
+
+import contextlib
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import numpy as np
+import pytest
+from tcp_kit import DECODE, LAYOUT, PREFILL, WAIT_S, tcp_pair, wait
+
+from neuron_di.clock import Deadline
+from neuron_di.config import TransferOptions
+from neuron_di.errors import ConfigError, PeerError, PeerRefused
+from neuron_di.kv import KvPool
+from neuron_di.transfer.tcp_engine import TcpEngine
+from neuron_di.transfer.tcp_listener import Arrival
+from neuron_di.transfer.tcp_stream import TlsStream
+from neuron_di.transfer.tcp_tls import open_tls
+from neuron_di.types import Incarnation
+
+Certificates = Callable[[str], dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> Certificates:
+    """The options of a worker with this authority, `one` or `other`."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the keys")
+    folder = tmp_path_factory.mktemp("pem")
+
+    def make(name: str, *signed: str) -> None:
+        new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+        files = ("-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2")
+        command = ["openssl", "req", "-x509", *new_key, *files, "-subj", f"/CN={name}", *signed]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+    for ca in ("one", "other"):
+        make(ca)
+        make(f"{ca}-worker", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key")
+
+    def options(ca: str, trusted: str | None = None) -> dict[str, str]:
+        return {
+            "transfer_tls_cert": str(folder / f"{ca}-worker.pem"),
+            "transfer_tls_key": str(folder / f"{ca}-worker.key"),
+            "transfer_tls_ca": str(folder / f"{trusted or ca}.pem"),
+        }
+
+    return options
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_kv_arrives_encrypted_over_each_stream(certificates, streams):
+    with tcp_pair(2048, transfer_streams=streams, **certificates("one")) as pair:
+        assert pair.decode.local_region(PREFILL).is_tls
+        for receive in (pair.whole(), pair.whole()):
+            pair.received[:] = 0xEE
+            receiving, sending = pair.receive(receive), pair.send(receive)
+            assert (wait(sending), wait(receiving)) == (None, None)
+            assert pair.has_arrived(receive)
+        unmatched = pair.whole()
+        token = pair.receive(unmatched)
+        pair.decode.cancel(PREFILL, unmatched.tag)
+        assert wait(token) is not None
+        assert pair.moves()
+
+
+@pytest.mark.parametrize(
+    ("ca", "trusted"), [("other", "other"), ("one", "other"), ("other", "one")]
+)
+def test_a_certificate_of_another_authority_is_refused(certificates, ca, trusted):
+    """At either end, whoever does not trust whom."""
+    options = TransferOptions(**certificates(ca, trusted))
+    with (
+        tcp_pair(**certificates("one")) as pair,
+        closing(KvPool.create(LAYOUT, 1, Incarnation("x"))) as pool,
+        closing(TcpEngine(pool, options)) as stranger,
+    ):
+        pair.prefill.accept(Incarnation("x"), stranger.local_region(PREFILL), LAYOUT)
+        with pytest.raises(PeerError):
+            stranger.connect(PREFILL, pair.prefill.local_region(Incarnation("x")), LAYOUT)
+        assert pair.moves()
+
+
+def test_one_end_with_tls_and_one_without_do_not_connect(certificates):
+    with (
+        tcp_pair(is_connected=False) as pair,
+        closing(KvPool.create(LAYOUT, 1, Incarnation("x"))) as pool,
+        closing(TcpEngine(pool, TransferOptions(**certificates("one")))) as other,
+    ):
+        with pytest.raises(PeerRefused):
+            other.accept(DECODE, pair.decode.local_region(PREFILL), LAYOUT)
+        with pytest.raises(PeerRefused):
+            pair.prefill.accept(Incarnation("x"), other.local_region(DECODE), LAYOUT)
+
+
+def test_tls_options_go_together_and_name_files(tmp_path):
+    with pytest.raises(ConfigError, match="go together"):
+        TransferOptions(transfer_tls_cert="a")
+    missing = str(tmp_path / "none.pem")
+    options = TransferOptions(
+        transfer_tls_cert=missing, transfer_tls_key=missing, transfer_tls_ca=missing
+    )
+    with closing(KvPool.create(LAYOUT, 1, PREFILL)) as pool, pytest.raises(ConfigError):
+        TcpEngine(pool, options)
+
+
+def test_ending_a_connection_leaves_its_tls_to_the_thread_that_uses_it(certificates):
+    """Else that thread would go on in the clear: KV to the network, ciphertext to the pool."""
+    tls = open_tls(TransferOptions(**certificates("one")))
+    num_bytes = 64 << 10
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        raw = socket.create_connection(listener.getsockname(), WAIT_S)
+        accepted, _ = listener.accept()
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(tls.server.wrap_socket, accepted, server_side=True)
+        near = TlsStream(tls.client.wrap_socket(raw), WAIT_S)
+        far_sock = serving.result(WAIT_S)
+    far = TlsStream(far_sock, WAIT_S)
+    sent, received = np.full(num_bytes, 65, np.uint8), np.full(num_bytes, 0xEE, np.uint8)
+    row, rows = np.zeros(1, np.int64), np.array([num_bytes], np.int64)
+    far.send_runs(b"", int(sent.ctypes.data), row, rows, Deadline.after(WAIT_S))
+    near.shut()
+    with contextlib.suppress(OSError):
+        while True:
+            near.receive_runs(int(received.ctypes.data), row, rows, Deadline.after(WAIT_S))
+    assert ((received == 65) | (received == 0xEE)).all()
+    arrival = Arrival(far_sock, "here", lambda _: None)
+    arrival.shut()
+    assert far_sock.version() == "TLSv1.3"
+    for stream in (near, far):
+        stream.close()
+
+
+def test_a_connection_that_is_ended_during_its_handshake_is_ended():
+    """The socket under TLS takes the other one's place only after the order to end it."""
+    near, far = socket.socketpair()
+    with near, far:
+        detached = socket.socket()
+        detached.close()
+        arrival = Arrival(detached, "here", lambda _: None)
+        arrival.shut()
+        arrival.replace(near)
+        far.settimeout(WAIT_S)
+        assert far.recv(1) == b""
