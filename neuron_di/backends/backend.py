@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from neuron_di.core import DecodeBatch, PrefillChunk
+from neuron_di.errors import BackendLost
 from neuron_di.kv import KvLayout, KvPool
 from neuron_di.types import BlockId, Incarnation
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from neuron_di.models import ReadLogits
+
+# Called once with the reason for which nothing can be computed any more.
+OnLost = Callable[[BackendLost], None]
 
 # Called after a layer's KV of the current chunk is in the pool: layer index, blocks written.
 LayerHook = Callable[[int, Sequence[BlockId]], None]
@@ -55,6 +59,13 @@ class Backend(Protocol):
 
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Return once no device write to these blocks is in flight: they may be read or freed."""
+        ...
+
+    def watch(self, on_lost: OnLost) -> None:
+        """Call back, on any thread, should what this computes on be lost; at once if it is.
+
+        Then every step raises BackendLost. Whoever asked last is called.
+        """
         ...
 
     def close_pool(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_di.backends.backend import LayerHook
+from neuron_di.backends.backend import Backend, LayerHook, OnLost
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.kv import KvPool
@@ -34,8 +34,12 @@ _log = get_logger(__name__)
 _REPLAY_ROWS = 64  # positions of one call: enough to read the weights rarely, little workspace
 
 
-def open_backend(options: BackendOptions) -> "CpuBackend":
+def open_backend(options: BackendOptions) -> Backend:
     """Allocate the pool, load the weights. Raises ConfigError or CheckpointError."""
+    if options.layout.num_ranks > 1:
+        from neuron_di.backends.tensor_parallel import TensorParallelBackend
+
+        return TensorParallelBackend(options)
     return CpuBackend(options)
 
 
@@ -47,7 +51,7 @@ class CpuBackend:
         self._options = options
         self.layout = options.layout
         self.num_vocab = options.spec.num_vocab
-        self.pool = KvPool.create(self.layout, options.num_blocks, options.incarnation)
+        self.pool = options.make_pool(self.layout, options.num_blocks, options.incarnation)
         try:
             self._weights = load_weights(
                 options.folder,
@@ -62,7 +66,7 @@ class CpuBackend:
         self._has_pool = True
         code = cpu_kernels.load().isas[-1] if self._decoder is not None else "torch"
         # A replay runs the decode step's own code, and a prompt's chunks are cut alike.
-        self.numerics = f"cpu {self.layout.dtype} {code} threads={options.num_threads}"
+        self.numerics: str | None = f"cpu {self.layout.dtype} {code} threads={options.num_threads}"
 
     def close_pool(self) -> None:
         if self._has_pool:
@@ -72,7 +76,7 @@ class CpuBackend:
             self.pool.close()
 
     def open_pool(self, num_blocks: int, incarnation: Incarnation) -> None:
-        self.pool = KvPool.create(self.layout, num_blocks, incarnation)
+        self.pool = self._options.make_pool(self.layout, num_blocks, incarnation)
         self._options = replace(self._options, num_blocks=num_blocks, incarnation=incarnation)
         try:
             self._bind_pool()
@@ -189,6 +193,9 @@ class CpuBackend:
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Nothing to wait for: a step has made all its writes when it returns."""
 
+    def watch(self, on_lost: OnLost) -> None:
+        """Nothing can be lost: it is this process that computes."""
+
     def close(self) -> None:
         self.close_pool()
         del self._weights
@@ -224,7 +231,7 @@ def _open_decoder(
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=options.layout.block_size,
-            num_blocks=options.num_blocks,
+            num_blocks=pool.num_ids,
             num_positions=len(cosines),
             window=spec.sliding_window or 0,
         ),

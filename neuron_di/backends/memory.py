@@ -6,9 +6,10 @@ from pathlib import Path
 
 from neuron_di.errors import ConfigError
 from neuron_di.kv import DTYPE_BYTES, KvLayout, segment_bytes
-from neuron_di.models import ModelSpec
+from neuron_di.models import ModelSpec, Shard
 
 _LOGIT_ROWS = 64  # rows of logits alive at once: the largest decode batch with its sampling
+_PROCESS_BYTES = 192 << 20  # of a rank's process before it has loaded anything: torch itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,27 +52,37 @@ class MemoryPlan:
 def plan_memory(
     spec: ModelSpec, layout: KvLayout, *, num_blocks: int, chunk_tokens: int
 ) -> MemoryPlan:
-    """What serving `spec` takes. `chunk_tokens` is the largest prefill chunk.
+    """What serving `spec` takes, on all ranks. `chunk_tokens` is the largest prefill chunk.
 
     The workspace is the peak of one layer's activations for such a chunk, its keys, its mask,
     and the logits: an upper estimate, small beside the rest.
     """
-    size = DTYPE_BYTES[layout.dtype]
+    num_ranks = layout.num_ranks
+    shards = [Shard(model=spec, num_ranks=num_ranks, rank=rank).spec for rank in range(num_ranks)]
     context = min(spec.context_tokens, num_blocks * layout.block_size)
     chunk = min(chunk_tokens, context)
-    query = spec.num_heads * spec.head_dim
-    widest = max(spec.num_qkv + 3 * query, 3 * spec.intermediate)
-    keys = 2 * spec.num_kv_heads * spec.head_dim * context
-    angles = spec.head_dim * context * 4
-    workspace = chunk * (2 * spec.hidden + widest) * size + keys * size + angles
-    workspace += chunk * context * (1 + size) + _LOGIT_ROWS * spec.num_vocab * 4
+    workspace = sum(_rank_workspace(each, layout.dtype, chunk, context) for each in shards)
+    if num_ranks > 1:  # what they pass to each other, whole at each of them
+        passed = chunk * spec.hidden * 2 * DTYPE_BYTES["float32"]
+        workspace += num_ranks * (num_ranks * passed + _LOGIT_ROWS * spec.num_vocab * 4)
+        workspace += (num_ranks - 1) * _PROCESS_BYTES
     return MemoryPlan(
-        weights_bytes=spec.weight_bytes(layout.dtype),
+        weights_bytes=sum(each.weight_bytes(layout.dtype) for each in shards),
         pool_bytes=segment_bytes(layout, num_blocks),
         workspace_bytes=workspace,
         num_blocks=num_blocks,
         block_bytes=layout.block_bytes,
     )
+
+
+def _rank_workspace(spec: ModelSpec, dtype: str, chunk: int, context: int) -> int:
+    size = DTYPE_BYTES[dtype]
+    query = spec.num_heads * spec.head_dim
+    widest = max(spec.num_qkv + 3 * query, 3 * spec.intermediate)
+    keys = 2 * spec.num_kv_heads * spec.head_dim * context
+    angles = spec.head_dim * context * 4
+    workspace = chunk * (2 * spec.hidden + widest) * size + keys * size + angles
+    return workspace + chunk * context * (1 + size) + _LOGIT_ROWS * spec.num_vocab * 4
 
 
 def available_memory_bytes(

@@ -8,10 +8,12 @@ from typing import cast
 
 from neuron_di.backends.backend import Backend
 from neuron_di.errors import ConfigError
-from neuron_di.kv import KvLayout
+from neuron_di.kv import KvLayout, KvPool
 from neuron_di.models import LoadProgress, ModelSpec
 from neuron_di.types import Incarnation
 
+# Allocates a pool of this layout and size. ConfigError when the memory cannot be had.
+MakePool = Callable[[KvLayout, int, Incarnation], KvPool]
 # Device name -> module with an `open_backend(options)`.
 _MODULES = {"cpu": "neuron_di.backends.cpu"}
 
@@ -20,7 +22,8 @@ _MODULES = {"cpu": "neuron_di.backends.cpu"}
 class BackendOptions:
     """Which model to serve, and with how much of the machine.
 
-    `layout.dtype` is the dtype of the KV and of all computation.
+    `layout.dtype` is the dtype of the KV and of all computation; `layout.num_ranks`, how many
+    processes have a part of the model each, this one included.
     """
 
     folder: Path
@@ -29,6 +32,7 @@ class BackendOptions:
     num_blocks: int
     incarnation: Incarnation
     num_threads: int
+    make_pool: MakePool = KvPool.create
     use_kernels: bool = True  # False: plain torch only; slower, equal up to rounding
     on_progress: LoadProgress | None = None
 

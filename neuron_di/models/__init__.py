@@ -8,21 +8,26 @@ from neuron_di.models.checkpoint import (
     resolve_checkpoint,
 )
 from neuron_di.models.rope import RopeSpec
+from neuron_di.models.shard import Gather, JointRank, Shard, require_divisible
 from neuron_di.models.spec import ModelSpec
 from neuron_di.models.transformer import ReadLogits, Transformer
 from neuron_di.models.weights import LayerWeights, ModelWeights
 
 __all__ = [
     "AttendChunk",
+    "Gather",
+    "JointRank",
     "LayerWeights",
     "LoadProgress",
     "ModelSpec",
     "ModelWeights",
     "ReadLogits",
     "RopeSpec",
+    "Shard",
     "TorchAttention",
     "Transformer",
     "checkpoint_digest",
     "load_weights",
+    "require_divisible",
     "resolve_checkpoint",
 ]

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from neuron_di.errors import CheckpointError
+from neuron_di.models.shard import Part, Shard
 from neuron_di.models.spec import ModelSpec, read_json_object
 from neuron_di.models.weights import ModelWeights
 
@@ -107,9 +108,16 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def load_weights(
-    folder: Path, spec: ModelSpec, *, dtype: str, on_progress: LoadProgress | None = None
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    dtype: str,
+    on_progress: LoadProgress | None = None,
+    shard: Shard | None = None,
 ) -> ModelWeights:
     """Read every tensor straight into its place, converted to `dtype`.
+
+    With a shard, whose `spec` this is, only its part is read.
 
     Raises CheckpointError that names the file and the tensor when one is missing, has another
     shape than config.json implies, or when a file is damaged.
@@ -124,9 +132,16 @@ def load_weights(
             with safe_open(path, framework="pt") as stored:
                 for name in sorted(targets.keys() & set(stored.keys())):
                     target = targets.pop(name)
+                    part = None if shard is None else shard.part_of(name)
                     view = stored.get_slice(name)
-                    _check_tensor(path, name, view.get_shape(), view.get_dtype(), target)
-                    target.copy_(stored.get_tensor(name))
+                    expected = _stored_shape(target, part)
+                    _check_tensor(path, name, view.get_shape(), view.get_dtype(), expected)
+                    if part is None:
+                        target.copy_(stored.get_tensor(name))
+                    elif part.dim == 0:
+                        target.copy_(view[part.own.start : part.own.stop])
+                    else:
+                        target.copy_(view[:, part.own.start : part.own.stop])
                     bytes_done += target.nbytes
                     if on_progress is not None:
                         on_progress(bytes_done, bytes_total)
@@ -141,12 +156,18 @@ def load_weights(
     return weights
 
 
-def _check_tensor(
-    path: Path, name: str, shape: list[int], dtype: str, target: torch.Tensor
-) -> None:
-    if shape != list(target.shape):
+def _stored_shape(target: torch.Tensor, part: Part | None) -> list[int]:
+    shape = list(target.shape)
+    if part is not None:
+        assert shape[part.dim] == len(part.own), "a shard's parts and its spec are of one size"
+        shape[part.dim] = part.whole
+    return shape
+
+
+def _check_tensor(path: Path, name: str, shape: list[int], dtype: str, expected: list[int]) -> None:
+    if shape != expected:
         raise CheckpointError(
-            f"{path}: tensor {name} has shape {shape}; config.json implies {list(target.shape)}"
+            f"{path}: tensor {name} has shape {shape}; config.json implies {expected}"
         )
     if dtype not in _FLOAT_DTYPES:
         raise CheckpointError(

@@ -108,14 +108,15 @@ class ModelSpec:
             eos_token_ids=_token_ids(eos_token_id, source),
         )
 
-    def kv_layout(self, *, block_size: int, dtype: str) -> KvLayout:
-        """The KV pool's geometry when this model computes in `dtype`."""
+    def kv_layout(self, *, block_size: int, dtype: str, num_ranks: int = 1) -> KvLayout:
+        """The KV pool's geometry when this model computes in `dtype`, on that many ranks."""
         return KvLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=dtype,
+            num_ranks=num_ranks,
         )
 
     def num_parameters(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from neuron_di.models.attention import AttendChunk
 from neuron_di.models.rope import rotate_
+from neuron_di.models.shard import JointRank
 from neuron_di.models.spec import ModelSpec
 from neuron_di.models.weights import LayerWeights, ModelWeights
 from neuron_di.types import BlockId
@@ -39,8 +40,9 @@ class Transformer:
     """Computes with one worker's weights on its KV pool; owns neither.
 
     `angle_tables` are `RopeSpec.angle_tables` for every position a request can reach.
-    `pool_NLCKSD` has the weights' dtype. `attend` is how a chunk's queries read it. Called by one
-    thread.
+    `pool_NLCKSD` has the weights' dtype. `attend` is how a chunk's queries read it. `joint` is for
+    one rank of several: `spec`, weights and pool are then its part, and each rank runs the same
+    chunks. Called by one thread.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class Transformer:
         angle_tables: tuple[Tensor, Tensor],
         pool_NLCKSD: Tensor,
         attend: AttendChunk,
+        joint: JointRank | None = None,
     ) -> None:
         assert pool_NLCKSD.dtype == weights.embedding.dtype, "KV is kept in the compute dtype"
         self._spec = spec
         self._weights = weights
         self._pool_NLCKSD = pool_NLCKSD
         self._attend = attend
+        self._joint = joint
         self._block_size = pool_NLCKSD.shape[4]
         self._cos_XR, self._sin_XR = angle_tables
 
@@ -81,7 +85,7 @@ class Transformer:
         end = start + len(token_ids)
         chunk = self._plan_chunk(start, end, block_ids)
         written = block_ids[start // self._block_size : -(-end // self._block_size)]
-        hidden_TE = F.embedding(torch.tensor(token_ids), self._weights.embedding)
+        hidden_TE = self._embed(torch.tensor(token_ids))
         for number, layer in enumerate(self._weights.layers):
             self._add_attention_(hidden_TE, number, layer, chunk)
             if after_layer is not None:
@@ -95,8 +99,15 @@ class Transformer:
         # One position only: the vocabulary's projection costs as much as several layers.
         return self._logits(hidden_TE[-1])
 
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self._joint is not None:
+            return self._joint.embed(token_ids, self._weights.embedding)
+        return F.embedding(token_ids, self._weights.embedding)
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(self._norm(hidden, self._weights.final_norm), self._weights.lm_head).float()
+        normed = self._norm(hidden, self._weights.final_norm)
+        logits = F.linear(normed, self._weights.lm_head).float()
+        return logits if self._joint is None else self._joint.join_vocab(logits)
 
     def _plan_chunk(self, start: int, end: int, block_ids: Sequence[BlockId]) -> _Chunk:
         """Work out once what is the same for every layer."""
@@ -132,19 +143,23 @@ class Transformer:
         pool_NSCKD = self._pool_NLCKSD[:, number].permute(0, 3, 1, 2, 4)
         pool_NSCKD[chunk.block_T, chunk.slot_T] = kv_TCKD
         attended_TX = self._attend(number, query_THD, chunk.start, chunk.table_N)
-        _add_product_(hidden_TE, attended_TX, layer.out, layer.out_bias)
+        self._add_product_(hidden_TE, attended_TX, layer.out, layer.out_bias)
 
     def _add_mlp_(self, hidden_TE: Tensor, layer: LayerWeights) -> None:
         normed_TE = self._norm(hidden_TE, layer.post_norm)
         gate, up = F.linear(normed_TE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        _add_product_(hidden_TE, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        self._add_product_(hidden_TE, F.silu(gate).mul_(up), layer.down, layer.down_bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._spec.rms_eps)
 
-
-def _add_product_(hidden_TE: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
-    """hidden += x @ matrix.T + bias, without a temporary of its size."""
-    hidden_TE.addmm_(x, matrix.t())
-    if bias is not None:
-        hidden_TE.add_(bias)
+    def _add_product_(
+        self, hidden_TE: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None
+    ) -> None:
+        """hidden += x @ matrix.T + bias. Of several ranks each has some columns of the matrix."""
+        if self._joint is None:
+            hidden_TE.addmm_(x, matrix.t())  # without a temporary of its size
+        else:
+            hidden_TE.add_(self._joint.sum(F.linear(x, matrix)))
+        if bias is not None:
+            hidden_TE.add_(bias)

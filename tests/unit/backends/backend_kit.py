@@ -25,12 +25,13 @@ def opened(
     dtype: str = "float32",
     use_kernels: bool = True,
     num_threads: int = 1,
+    num_ranks: int = 1,
 ) -> Iterator[Backend]:
     spec = ModelSpec.from_folder(folder)
     options = BackendOptions(
         folder=folder,
         spec=spec,
-        layout=spec.kv_layout(block_size=BLOCK_SIZE, dtype=dtype),
+        layout=spec.kv_layout(block_size=BLOCK_SIZE, dtype=dtype, num_ranks=num_ranks),
         num_blocks=num_blocks,
         incarnation=Incarnation("a" * 32),
         num_threads=num_threads,
@@ -39,7 +40,8 @@ def opened(
     backend = open_backend("cpu", options)
     try:
         # Whatever was never written must never be read.
-        backend.pool.tensor().fill_(float("nan"))
+        for rank in range(num_ranks):
+            backend.pool.tensor(rank).fill_(float("nan"))
         yield backend
     finally:
         backend.close()

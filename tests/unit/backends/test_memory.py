@@ -97,3 +97,25 @@ def test_over_the_limit_is_nothing_not_less(tmp_path: Path) -> None:
 
 def test_this_machine_answers() -> None:
     assert available_memory_bytes() > 1 << 20
+
+
+def test_a_plan_counts_every_rank(llama_folder: Path) -> None:
+    spec = ModelSpec.from_folder(llama_folder)
+    plans = {
+        num_ranks: plan_memory(
+            spec,
+            spec.kv_layout(block_size=16, dtype="float32", num_ranks=num_ranks),
+            num_blocks=100,
+            chunk_tokens=256,
+        )
+        for num_ranks in (1, 2, 4)
+    }
+    norms = 4 * (2 * spec.num_layers + 1) * spec.hidden
+    assert plans[2].weights_bytes == plans[1].weights_bytes + norms
+    # Four ranks have two KV heads twice, in weights and in blocks.
+    kv_weights = 4 * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * spec.hidden
+    assert plans[4].weights_bytes == plans[1].weights_bytes + 3 * norms + kv_weights
+    assert plans[2].block_bytes == plans[1].block_bytes
+    assert plans[4].block_bytes == 2 * plans[1].block_bytes
+    # Each further process has torch of its own.
+    assert plans[4].workspace_bytes > plans[2].workspace_bytes + (300 << 20)

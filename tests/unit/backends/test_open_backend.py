@@ -27,5 +27,5 @@ def test_other_devices_are_refused_by_name(llama_folder: Path, device: str) -> N
 def test_cpu_opens_with_the_layout_it_was_told(llama_folder: Path) -> None:
     with opened(llama_folder, num_blocks=7, dtype="bfloat16") as backend:
         assert backend.layout.dtype == "bfloat16"
-        assert backend.pool.tensor().shape == (7, *backend.layout.block_shape)
+        assert backend.pool.tensor().shape == (7, *backend.layout.rank_shape)
         assert backend.num_vocab == 2048

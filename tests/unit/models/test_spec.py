@@ -132,5 +132,5 @@ def test_missing_config_is_named(tmp_path: Path) -> None:
 def test_kv_layout_and_weight_bytes() -> None:
     spec = read({})
     layout = spec.kv_layout(block_size=16, dtype="float16")
-    assert layout.block_shape == (2, 2, 2, 16, 16)
+    assert layout.rank_shape == (2, 2, 2, 16, 16)
     assert spec.weight_bytes("float16") * 2 == spec.weight_bytes("float32")

@@ -21,7 +21,7 @@ TOLERANCE = 2e-4
 def open_transformer(folder: Path, dtype: str = "float32") -> tuple[Transformer, torch.Tensor]:
     spec = ModelSpec.from_folder(folder)
     weights = load_weights(folder, spec, dtype=dtype)
-    shape = spec.kv_layout(block_size=BLOCK_SIZE, dtype=dtype).block_shape
+    shape = spec.kv_layout(block_size=BLOCK_SIZE, dtype=dtype).rank_shape
     # What was not written must never be read: NaN would spread into the logits.
     pool = torch.full((NUM_BLOCKS, *shape), float("nan"), dtype=getattr(torch, dtype))
     tables = spec.rope.angle_tables(spec.head_dim, len(BLOCK_IDS) * BLOCK_SIZE)
