@@ -7,7 +7,7 @@ export PYTHON PIP_ARGS
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-optimised etcd check format sim chaos dynamic churn handoff-diagram \
         bench-engine bench-interference bench-verification bench-proxy bench-overload \
-        bench-registry clean
+        bench-registry bench-transfer bench-interference-transfer clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -69,6 +69,13 @@ bench-overload: $(VENV)/dev ## goodput at 1 to 3 times the load that can be answ
 
 bench-registry: $(VENV)/dev etcd ## what it costs to know 200 workers, beside ETCD3_PYTHON's etcd3 where it names one
 	$(BIN)/python -m benchmarks.registry $(if $(ETCD3_PYTHON),--etcd3-python $(ETCD3_PYTHON)) $(BENCH_ARGS)
+
+bench-transfer: $(VENV)/dev ## KV between two processes, beside NIXL_PYTHON's NIXL and MOONCAKE_PYTHON's Mooncake
+	$(BIN)/python -m benchmarks.transfer $(if $(NIXL_PYTHON),--nixl-python $(NIXL_PYTHON)) \
+	  $(if $(MOONCAKE_PYTHON),--mooncake-python $(MOONCAKE_PYTHON)) $(BENCH_ARGS)
+
+bench-interference-transfer: $(VENV)/dev ## what a transfer costs a decode step, and prefill
+	$(BIN)/python -m benchmarks.transfer_interference $(BENCH_ARGS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info runtime_bindings/neuron_di_bindings/*.so proxy/neuron_di_proxy/*.so

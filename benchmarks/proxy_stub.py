@@ -332,6 +332,7 @@ def status(role: Role, port: int) -> WorkerStatus:
         model=MODEL,
         model_digest="stub",
         layout_digest="stub",
+        transfer=["stub"],
         context_tokens=CONTEXT_TOKENS,
         host="127.0.0.1",
         api_port=port,

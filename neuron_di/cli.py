@@ -28,6 +28,8 @@ from neuron_di.key_command import add_key_flags, run_key_command
 from neuron_di.obs import LaunchReport, say, setup_logging
 from neuron_di.role_command import SUMMARY as ROLE_SUMMARY
 from neuron_di.role_command import add_role_flags, run_role_command
+from neuron_di.transfer_bench import SUMMARY as TRANSFER_SUMMARY
+from neuron_di.transfer_bench import add_bench_transfer_flags, run_bench_transfer
 
 _DESCRIPTION = (
     "A disaggregated LLM server: prompts are computed by prefill workers, answers by decode "
@@ -73,6 +75,9 @@ def _run(arguments: list[str]) -> int:
         )
     )
     add_bench_flags(commands.add_parser("bench", help=BENCH_SUMMARY, description=BENCH_SUMMARY))
+    add_bench_transfer_flags(
+        commands.add_parser("bench-transfer", help=TRANSFER_SUMMARY, description=TRANSFER_SUMMARY)
+    )
     drain = commands.add_parser("drain", help=DRAIN_SUMMARY, description=DRAIN_SUMMARY)
     _add_proxy_flags(drain)
     add_drain_flags(drain)
@@ -85,6 +90,8 @@ def _run(arguments: list[str]) -> int:
         return 0
     if flags.command == "bench":
         return run_bench_command(flags)
+    if flags.command == "bench-transfer":
+        return run_bench_transfer(flags)
     if flags.command == "conformance":
         return run_conformance_command(flags)
     if flags.command == "drain":

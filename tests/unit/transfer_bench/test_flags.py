@@ -1,0 +1,48 @@
+import argparse
+
+import pytest
+
+from neuron_di.config import TransferOptions
+from neuron_di.errors import ConfigError
+from neuron_di.transfer_bench import add_bench_transfer_flags, run_bench_transfer
+from neuron_di.transfer_bench.flags import AUTO, ENGINES, KEY_VARIABLE
+from neuron_di.transfer_bench.resources import require_room
+
+
+def flags_of(*words):
+    parser = argparse.ArgumentParser()
+    add_bench_transfer_flags(parser)
+    return parser.parse_args(words)
+
+
+def test_the_flags_know_the_engines_that_a_worker_knows():
+    assert ENGINES[0] == AUTO
+    for name in ENGINES:
+        assert TransferOptions(transfer=(name,)).transfer == (name,)
+    with pytest.raises(ConfigError) as refused:
+        TransferOptions(transfer=("carrier-pigeon",))
+    assert all(name in refused.value.message for name in ENGINES)
+
+
+def test_serving_and_connecting_exclude_each_other():
+    with pytest.raises(SystemExit):
+        flags_of("--serve", "--connect", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("key", ["short", "", " " * 40])
+def test_a_key_that_could_be_guessed_is_refused(monkeypatch, key):
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    with pytest.raises(ConfigError, match="at least"):
+        run_bench_transfer(flags_of("--serve"))
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:x", "host:0", "host:65536"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        run_bench_transfer(flags_of("--connect", address))
+
+
+def test_a_pool_that_would_take_all_memory_is_refused():
+    require_room(1)
+    with pytest.raises(ConfigError, match="too large"):
+        require_room(1 << 50)
