@@ -99,11 +99,14 @@ def print_receipt(console: Console, receipt: dict[str, Any]) -> None:
         ms(decode["decode_s"]),
     )
     console.print(table)
-    gigabytes_per_s = receipt["kv_bytes"] / receipt["transfer_s"] / 1e9
+    took = ms(receipt["transfer_s"])
+    if receipt["form"] == "handed_over":
+        blocks = f"{decode['kv_blocks']} block{'s' * (decode['kv_blocks'] > 1)}"
+        kv = f"{blocks} of KV changed owner in {took}: no byte moved"
+    else:
+        kv = f"KV moved {receipt['kv_bytes']:,} bytes by {receipt['link']} in {took}"
     console.print(
-        f" TTFT {ms(receipt['ttft_s'])}, mean ITL {ms(receipt['itl_mean_s'])}\n"
-        f" KV moved {receipt['kv_bytes']:,} bytes by {decode['link']} in "
-        f"{ms(receipt['transfer_s'])}: {gigabytes_per_s:.2f} GB/s",
+        f" TTFT {ms(receipt['ttft_s'])}, mean ITL {ms(receipt['itl_mean_s'])}\n {kv}",
         soft_wrap=True,
     )
 

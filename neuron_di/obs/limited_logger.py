@@ -44,6 +44,11 @@ class LimitedLogger:
         if (more := self._admit(event)) is not None:
             self._log.warning(event, **fields, **more)
 
+    def exception(self, event: str, **fields: object) -> None:
+        """A bug of ours, with the traceback of what is being handled."""
+        if (more := self._admit(event)) is not None:
+            self._log.exception(event, raised=None, **fields, **more)
+
     def _admit(self, event: str) -> dict[str, object] | None:
         """What the line says besides; None when it is not to be written."""
         now = now_s()

@@ -6,6 +6,7 @@ client -- [fault] -- proxy -- [fault] -- worker's HTTP
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, Literal, Self
 import aiohttp
 from msgspec import structs
 
+from neuron_di.kv import create_arena
 from neuron_di.obs.sync_point import VARIABLE
 from neuron_di.wire import WorkerRecord
 
@@ -36,6 +38,7 @@ Role = Literal["prefill", "decode"]
 class Settings:
     """Flags of the processes, by what they are given to."""
 
+    transfer: str = "auto"  # the engines that may move KV
     proxy: Mapping[str, float] = field(default_factory=dict)
     worker: Mapping[str, float] = field(default_factory=dict)
 
@@ -88,6 +91,7 @@ class Cluster:
             *settings.flags("proxy"),
         )
         self.clients = FaultProxy(self._proxy_port)
+        self._arena_fd: int | None = None  # in which the workers' pools lie, as those of `serve`
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -201,6 +205,9 @@ class Cluster:
 
     async def _start(self) -> None:
         stack = self._stack
+        if {"auto", "handover"} & set(self._settings.transfer.split(",")):
+            self._arena_fd = create_arena()
+            stack.callback(os.close, self._arena_fd)
         await stack.enter_async_context(self.relay)
         for place in self.places.values():
             await stack.enter_async_context(place.legs)
@@ -221,6 +228,7 @@ class Cluster:
 
     def _process(self, name: str) -> TestedProcess:
         place = self.places[name]
+        fds = [] if self._arena_fd is None else [self._arena_fd]
         return TestedProcess(
             "worker",
             str(self._model),
@@ -231,7 +239,10 @@ class Cluster:
             f"--signal-port={place.signal_port}",
             f"--registry={self.relay.address}",
             "--threads=1",
+            f"--transfer={self._settings.transfer}",
             *self._settings.flags("worker"),
+            *(f"--kv-arena-fd={fd}" for fd in fds),
+            pass_fds=fds,
             environ={VARIABLE: str(place.folder), "OMP_NUM_THREADS": "1"},
         )
 

@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.provenance import command_line, machine_description
@@ -23,13 +24,15 @@ from .report import CaseReport, table
 from .settings import DEFAULTS, QUICK
 
 
-async def run_matrix(cases: list[tuple[Fault, Phase]], *, is_quick: bool) -> list[CaseReport]:
+async def run_matrix(
+    cases: list[tuple[Fault, Phase]], *, is_quick: bool, transfer: str
+) -> list[CaseReport]:
     """Run all cases on one cluster, in this order."""
     reports: list[CaseReport] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_random_checkpoint(folder / "model", "llama")
-        settings = QUICK if is_quick else DEFAULTS
+        settings = replace(QUICK if is_quick else DEFAULTS, transfer=transfer)
         async with Cluster(
             folder / "model", folder / "sync", settings, prefill=3, decode=3
         ) as cluster:
@@ -61,7 +64,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     cases = _cases(arguments.faults, arguments.phases, arguments.repeats)
     start_s = now_s()
-    reports = asyncio.run(run_matrix(cases, is_quick=arguments.quick))
+    reports = asyncio.run(run_matrix(cases, is_quick=arguments.quick, transfer=arguments.transfer))
     command = command_line("tests.chaos.matrix", arguments, parser.parse_args([]))
     lines = [
         "# Faults on real processes",
@@ -87,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", nargs="+", default=sorted(FAULTS), choices=sorted(FAULTS))
     parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
     parser.add_argument("--quick", action="store_true", help="with the shorter limits of the tests")
+    parser.add_argument("--transfer", default="auto", help="what may move KV, as for a worker")
     parser.add_argument("--output", type=Path, help="write the report to this file too")
     return parser
 

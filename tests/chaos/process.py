@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -30,8 +30,14 @@ class LogLine(NamedTuple):
 class TestedProcess:
     """`neuron-di` with these arguments. It ends with this process, however that ends."""
 
-    def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environ: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self._arguments = (*arguments, f"--parent-pid={os.getpid()}")
+        self._pass_fds = pass_fds
         self._environ = {**os.environ, **(environ or {})}
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -67,6 +73,7 @@ class TestedProcess:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             env=self._environ,
+            pass_fds=self._pass_fds,
         )
         assert self._process.stderr is not None
         self._reader = asyncio.create_task(self._read(self._process.stderr))

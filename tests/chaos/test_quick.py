@@ -33,6 +33,15 @@ def test_there_are_42_cases():
 
 
 @pytest.mark.asyncio(loop_scope="session")
+async def test_kv_moves_as_that_of_serve(cluster: Cluster):
+    """By blocks that change their owner: whatever ends in the middle, none is lost."""
+    statuses = [await cluster.status_of(name) for name in cluster.places if "decode" in name]
+    lanes = [lane["engine"] for status in statuses if status for lane in status["lanes"]]
+    assert len(lanes) >= 4
+    assert set(lanes) == {"handover"}
+
+
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
     ("number", "fault", "phase"),
     [

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +61,14 @@ async def run(*arguments: str, environ: dict[str, str] | None = None) -> Ended:
 
 @asynccontextmanager
 async def command(
-    *arguments: str, environ: dict[str, str] | None = None
+    *arguments: str, environ: dict[str, str] | None = None, within: Sequence[str] = ()
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`neuron-di` with these arguments, running. It is killed at the end, if it still runs."""
+    """`neuron-di` with these arguments, running. It is killed at the end, if it still runs.
+
+    `within` is a command that runs it, and ends it when killed.
+    """
     process = await asyncio.create_subprocess_exec(
+        *within,
         sys.executable,
         "-m",
         "neuron_di",
@@ -93,9 +97,9 @@ class Part:
 
 
 @asynccontextmanager
-async def part(*arguments: str) -> AsyncIterator[Part]:
+async def part(*arguments: str, within: Sequence[str] = ()) -> AsyncIterator[Part]:
     """`neuron-di proxy …` or `neuron-di worker …`, ready."""
-    async with command(*arguments) as process:
+    async with command(*arguments, within=within) as process:
         ready = await said(process, r"event=ready .*url=(\S+)(?: registry=(tcp:\S+))?")
         yield Part(process, ready[1], ready[2])
 

@@ -50,7 +50,7 @@ async def test_workers_of_different_checkpoints(checkpoint: Callable[[str], Path
     ):
         refused = await refusal_of(client)
         assert refused.status == 503
-        assert "agree on weights and KV layout" in refused.error["message"]
+        assert "agree on weights, KV layout and transfer engine" in refused.error["message"]
         assert (await client.get("/health"))["status"] == "unavailable"
 
 

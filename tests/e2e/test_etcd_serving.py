@@ -100,3 +100,23 @@ async def test_what_cannot_work_ends_with_2(flags, words):
     ended = await run(*flags, "--port=0")
     assert ended.code == 2
     assert words in ended.stderr
+
+
+async def test_serve_with_keys_joins_an_etcd_that_others_have(llama, tmp_path):
+    """Only who has a key hears from its proxy which workers are there; it serves all the same."""
+    keys = tmp_path / "keys.toml"
+    key = (await run("key", "create", str(keys), "alice")).stdout.strip()
+    async with running_etcd() as etcd:
+        flags = ("--combined", "--port=0", f"--etcd={','.join(etcd.addresses)}", "--threads=1")
+        async with command("serve", str(llama), f"--api-keys={keys}", *flags) as serving:
+            url = (await said(serving, r"serving \S+ at (http://\S+)/v1$"))[1]
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"model": llama.name, "prompt": "a", "max_tokens": 2}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"{url}/v1/completions", json=body, headers=headers) as answer,
+            ):
+                assert answer.status == 200
+                assert (await answer.json())["usage"]["completion_tokens"] == 2
+            serving.terminate()
+            assert await serving.wait() == 0

@@ -27,6 +27,8 @@ from neuron_di.clock import sleep_s
 from neuron_di.etcd.child import TIED
 
 PROGRAMS = ("ip", "unshare", "nsenter", "sleep")
+# What runs a command where it sees only the processes that it started.
+PROCESSES_APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _CLONE_NEWNET = 0x40000000
 _OWN = Path("/proc/thread-self/ns/net")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,7 +50,10 @@ def require_namespaces() -> None:
 def _why_impossible() -> str:
     script = "ip link add ndi0 type bridge && ip link add ndi1 type veth peer name ndi2"
     tried = subprocess.run(
-        ["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, check=False
+        [*PROCESSES_APART, "--net", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     words = tried.stderr.strip().splitlines()
     return "" if tried.returncode == 0 else f"no network namespaces here: {words[-1:]}"
@@ -143,6 +148,23 @@ class Host:
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         return self.space.entered()
+
+    def throttle(self, network: str, bits_per_s: int) -> None:
+        """What others send to this host comes no faster; OSError where this kernel cannot."""
+        limit = ("tbf", "rate", f"{bits_per_s}bit", "burst", "4kb", "latency", "100ms")
+        tc = shutil.which("tc")
+        if tc is None:
+            raise OSError("tc is not installed")
+        add = ("qdisc", "replace", "dev", self._cables[network], "root", *limit)
+        tried = subprocess.run(
+            self._switch.command(tc, *add), capture_output=True, text=True, check=False
+        )
+        if tried.returncode != 0:
+            raise OSError(tried.stderr)
+
+    def release(self, network: str) -> None:
+        """As fast as it was before throttle()."""
+        self._switch.run("tc", "qdisc", "del", "dev", self._cables[network], "root")
 
     def pull(self, network: str) -> None:
         """No packet passes any more, and nobody is told but this host's own kernel."""

@@ -6,7 +6,8 @@
     far      the client, and one more proxy         control, data
 
 All speak to etcd over the control network and to each other over the data network, so either can
-be cut alone. KV still moves within the kernel, by shared memory: the hosts share its processes.
+be cut alone. What runs on `back` sees no other host's processes, so that KV goes there by TCP, and
+by shared memory within `front`.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from etcd.etcd_kit import require_etcd
-from hosts_kit import Host, network, require_namespaces
+from hosts_kit import PROCESSES_APART, Host, network, require_namespaces
 from openai_kit import Answer, Client, Refused, eventually
 from process_kit import said, session_of_many
 
@@ -30,6 +31,8 @@ from neuron_di.testing import write_random_checkpoint
 SCRIPTS = Path(__file__).parents[2] / "examples" / "certificates"
 TTL_S = 2
 PROMPT, PARAMS = "def main(", {"max_tokens": 24, "ignore_eos": True}
+LARGE = "Once upon a time there was a fox. " * 24  # KV that a slow network takes a while for
+SLOW_BITS_PER_S = 1_000_000
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
 pytestmark = [
@@ -86,8 +89,9 @@ class Cluster:
 async def running(
     host: Host, *arguments: str, pids: dict[str, int], name: str
 ) -> AsyncIterator[str]:
+    words = (sys.executable, "-m", "neuron_di", *arguments)
     process = await asyncio.create_subprocess_exec(
-        *host.command(sys.executable, "-m", "neuron_di", *arguments),
+        *host.command(*PROCESSES_APART, *words) if host.name == "back" else host.command(*words),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
@@ -212,11 +216,22 @@ async def test_a_request_is_served_across_hosts(cluster: Cluster) -> None:
     answer = await cluster.served_by("decode-0")
     receipt = await cluster.client.receipt(answer.answer_id)
     assert receipt["kv_bytes"] > 0
+    assert receipt["link"] == "tcp"
     assert receipt["prefill"]["worker_id"] == "prefill-0"
     assert cluster.client.url == "http://10.77.0.2:8000"
-    record = (await cluster.worker("decode-0"))["record"]
-    assert record["host"] == "10.77.0.3"
+    decode = await cluster.worker("decode-0")
+    assert decode["record"]["host"] == "10.77.0.3"
+    assert decode["status"]["num_fallbacks"] == 0
+    (lane,) = decode["status"]["lanes"]
+    assert (lane["peer"], lane["engine"]) == ("prefill-0", "tcp")
+    assert lane["reason"].startswith("shm: the peer is on another machine")
+    (near,) = (await cluster.worker("decode-1"))["status"]["lanes"]
+    assert (near["engine"], near["reason"]) == ("shm", "shm: chosen")
     prefill = (await cluster.worker("prefill-0"))["record"]
+    shm, tcp = prefill["transfer"]
+    assert shm in (await cluster.worker("decode-1"))["record"]["transfer"]
+    assert shm not in decode["record"]["transfer"]
+    assert tcp in decode["record"]["transfer"]
     assert prefill["signal_host"] == "10.77.0.2"
     assert len(prefill["signal_key"]) == 40, "what they say to each other is encrypted"
     assert [key.rpartition("/")[0] for key in cluster.listed()] == [
@@ -275,6 +290,35 @@ async def test_what_ran_on_a_host_that_is_cut_off_goes_on_elsewhere(cluster: Clu
     await cluster.client.until_idle()
 
 
+async def test_a_cable_that_is_pulled_in_the_middle_of_a_transfer(cluster: Cluster) -> None:
+    """Its requests go on elsewhere, nothing of the transfer stays, and the lane comes back."""
+    back = cluster.hosts["back"]
+    wanted = await cluster.client.ask(LARGE, **PARAMS)
+    try:
+        back.throttle("data", SLOW_BITS_PER_S)
+    except OSError as error:
+        pytest.skip(f"no slow network here: {error}")
+    asked: list[asyncio.Task[Answer]] = []
+    try:
+        asked += [asyncio.create_task(cluster.client.ask(LARGE, **PARAMS)) for _ in range(8)]
+        await eventually(lambda: _receives(cluster, "decode-0"))
+        back.pull("data")
+        answers = await asyncio.gather(*asked)
+        assert [answer.text for answer in answers] == [wanted.text] * len(answers)
+        receipts = [await cluster.client.receipt(answer.answer_id) for answer in answers]
+        firsts = [each["attempts"][0] for each in receipts if len(each["attempts"]) > 1]
+        assert "decode-0" in {each["decode_worker"] for each in firsts}
+        assert all(each["code"] for each in firsts)
+    finally:
+        back.release("data")
+        back.plug("data")
+    await cluster.until("decode-0", health="up")
+    again = await cluster.served_by("decode-0")
+    assert (await cluster.client.receipt(again.answer_id))["link"] == "tcp"
+    load = await cluster.client.until_idle()
+    assert not any(status["num_kv_mismatched"] for status in load.values())
+
+
 async def test_a_proxy_on_a_further_host_joins(cluster: Cluster) -> None:
     url = await cluster.start(
         *("far", "further proxy", "proxy", "--host=10.77.0.4", "--port=8000", "--insecure"),
@@ -330,6 +374,11 @@ async def asking(client: Client, wanted: str) -> AsyncIterator[Asking]:
             yield load
         finally:
             load.end()
+
+
+async def _receives(cluster: Cluster, worker_id: str) -> bool | None:
+    status = (await cluster.worker(worker_id))["status"]
+    return True if status["num_blocks_receiving"] and status["num_transferring"] else None
 
 
 async def _true_if(holds: bool) -> bool | None:

@@ -22,7 +22,7 @@ LIMITS = {
     key: (options_class, spec)
     for options_class in (LimitOptions, HandOverOptions)
     for key, spec in specs_of(options_class).items()
-    if key != "signal_curve"  # how they talk, not for how long
+    if key not in ("signal_curve", "stream_layers")  # how they talk, not for how long
 }
 # A command that has each set, and what it cannot do without.
 COMMANDS = {

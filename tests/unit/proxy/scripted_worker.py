@@ -224,6 +224,7 @@ def make_record(
         "model": model,
         "model_digest": "weights",
         "layout_digest": "layout",
+        "transfer": ["shm@here"],
         "context_tokens": 2048,
         "host": "127.0.0.1",
         "api_port": api_port,
@@ -264,7 +265,9 @@ def finished(num_generated: int, worker_id: str = "d1", reason: str = "length") 
         reason=reason,  # type: ignore[arg-type]
         num_prompt=5,
         num_generated=num_generated,
-        receipt=receipt(worker_id, "decode", kv_bytes=4096, transfer_s=0.25),
+        receipt=receipt(
+            worker_id, "decode", link="shm", form="direct", kv_bytes=4096, transfer_s=0.25
+        ),
     )
 
 

@@ -76,10 +76,10 @@ def test_a_change_leaves_a_model_served(role, to, others, missing):
     ],
 )
 def test_those_that_are_left_can_work_together(leaves, others, may):
-    records = [named(f"w{n}", role, transfer=domain) for n, (role, domain) in enumerate(others)]
+    records = [named(f"w{n}", role, transfer=[domain]) for n, (role, domain) in enumerate(others)]
     role, domain = leaves
     for check in (check_may_leave, lambda record, left: check_may_change(record, B, left)):
-        record = named("w", role, transfer=domain)
+        record = named("w", role, transfer=[domain])
         if may:
             check(record, records)
             continue

@@ -223,7 +223,7 @@ async def test_one_worker_can_do_it_all(client, stack):
     assert (
         run.attempt.prefill
         == run.attempt.decode
-        == receipt("b1", "decode", kv_bytes=4096, transfer_s=0.25)
+        == receipt("b1", "decode", link="shm", form="direct", kv_bytes=4096, transfer_s=0.25)
     )
 
 

@@ -184,9 +184,12 @@ def test_every_attempt_and_each_continued_answer_is_counted():
 def test_moved_bytes_and_the_time_to_verify_them_are_summed():
     metrics = Metrics(NoGauges())
     for _ in range(3):
-        metrics.count(receipt(attempt(None), kv_bytes=4096, verify_s=0.5), None)
+        metrics.count(
+            receipt(attempt(None), link="shm", form="direct", kv_bytes=4096, verify_s=0.5), None
+        )
     seen = parse(metrics.text().decode())
-    assert seen["neuron_di_kv_bytes_total",] == 3 * 4096
+    assert seen["neuron_di_kv_bytes_total", "shm"] == 3 * 4096
+    assert seen["neuron_di_hand_overs_total", "direct", "shm"] == 3
     assert seen["neuron_di_kv_verify_seconds_total",] == 1.5
 
 

@@ -105,7 +105,7 @@ async def test_an_answer_is_counted_as_vllm_counts_it(playing):
     assert seen["vllm:request_success_total", "abort", "tiny"] == 0
     assert seen["vllm:num_requests_running", "tiny"] == 0
     assert seen["vllm:num_requests_waiting", "tiny"] == 0
-    assert seen["neuron_di_transfer_seconds_count", ""] == 2
+    assert seen["neuron_di_transfer_seconds_count", "shm"] == 2
     for name in ("e2e_request_latency", "request_queue_time", "request_decode_time"):
         assert seen[f"vllm:{name}_seconds_count", "tiny"] == 2
     for name in ("prompt", "generation"):

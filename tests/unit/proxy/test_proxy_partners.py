@@ -16,7 +16,7 @@ LONG = "12ab34cd56ef7890"
         ({"layout_digest": LONG}, "KV layout 12ab34cd… differs from p0's"),
         ({"model_digest": LONG}, "weights 12ab34cd… differ from p0's"),
         ({"model": "large"}, "no prefill worker has model 'large'"),
-        ({"transfer": "tcp"}, "'tcp' moves its KV, '' that of p0"),
+        ({"transfer": ["tcp"]}, "tcp can move its KV, shm@here that of p0"),
         ({"model_digest": LONG, "layout_digest": LONG}, "weights 12ab34cd… differ from p0's"),
     ],
 )

@@ -232,7 +232,7 @@ def test_two_workers_of_one_name_each_have_their_turn():
 
 def test_workers_whose_kv_is_moved_by_other_engines_make_no_pair():
     world = World("round-robin", 1, 1)
-    world.join("d2", transfer="tcp")
+    world.join("d2", transfer=["tcp"])
     assert set(world.begin(4)[1]) == {"d1"}
 
 

@@ -120,7 +120,7 @@ def test_a_worker_of_both_roles_serves_when_there_is_no_pair():
         ((make_record("d1", "decode"),), "no prefill worker is ready"),
         (
             (make_record("p1", "prefill"), make_record("d1", "decode", layout_digest="x")),
-            "agree on weights and KV layout",
+            "agree on weights, KV layout and transfer engine",
         ),
     ],
 )

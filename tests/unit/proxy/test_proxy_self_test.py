@@ -81,7 +81,7 @@ async def without_bytes(leg):
         (play, fail_with(PeerGone("d1 is gone")), "d1 is gone"),
         (play, fail_with(failed("kv_corrupt", 502)), "kv_corrupt"),
         (silent_after(2), silent_after(0), "not complete in time"),
-        (no_kv, without_bytes, "no KV was moved"),
+        (no_kv, without_bytes, "no KV was handed over"),
     ],
 )
 @virtual

@@ -267,7 +267,7 @@ def test_no_part_leaves_its_answer_whatever_workers_say():
         )
     )
     assert all(100 <= start_s <= end_s <= 110 for start_s, end_s in times.values())
-    assert set(times_of(ended(prefill=None, decode=None, kv_bytes=0, queued_s=0.0))) == {"answer"}
+    assert set(times_of(ended(prefill=None, decode=None, link="", queued_s=0.0))) == {"answer"}
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4318", "ftp://there/x", "http://", "collector"])

@@ -1,4 +1,4 @@
-"""Under an etcd that others share, serving means: our own workers are known."""
+"""Serving means: our own workers are known, whoever else is."""
 
 import asyncio
 
@@ -46,8 +46,9 @@ def fleet_of(proxy, *etcd):
     return fleet
 
 
-async def test_it_waits_for_its_own_workers(proxy):
-    fleet = fleet_of(proxy, "127.0.0.1:2379")
+@pytest.mark.parametrize("etcd", [(), ("auto",), ("127.0.0.1:2379",)])
+async def test_it_waits_for_its_own_workers(proxy, etcd):
+    fleet = fleet_of(proxy, *etcd)
     with pytest.raises(PeerTimeout, match="did not learn of its workers"):
         await fleet._reachable(Deadline.after(0.2))
     waiting = asyncio.create_task(fleet._reachable(Deadline.after(30)))
@@ -56,9 +57,3 @@ async def test_it_waits_for_its_own_workers(proxy):
         assert not waiting.done()
         proxy.known.append(name + fleet._suffix)
     await waiting
-
-
-@pytest.mark.parametrize("etcd", [(), ("auto",)])
-async def test_where_nobody_else_is_there_the_proxy_need_not_be_asked_who_they_are(proxy, etcd):
-    await fleet_of(proxy, *etcd)._reachable(Deadline.after(30))
-    assert proxy.num_asked.locked()

@@ -8,10 +8,19 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from neuron_di import status as status_module
 from neuron_di.errors import PeerGone, RemoteProtocolError
 from neuron_di.status import show_status
 from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
+from neuron_di.wire import (
+    LANES_MAX,
+    PROTOCOL_VERSION,
+    LaneStatus,
+    WorkerRecord,
+    WorkerStatus,
+    encode_json,
+    status_decoder,
+)
 from neuron_di_proxy.status import (
     PairReport,
     ProxyStatus,
@@ -43,7 +52,7 @@ def record(role: str, number: int) -> WorkerRecord:
     )
 
 
-def status(role: str, number: int, **fields: int) -> WorkerStatus:
+def status(role: str, number: int, **fields: object) -> WorkerStatus:
     counts = {"num_blocks": 8, "num_blocks_free": 8, "num_waiting": 0, "num_running": 0}
     more = {"num_transferring": 0, "num_steps": 5}
     return WorkerStatus(record=record(role, number), **(counts | more | fields))
@@ -207,3 +216,32 @@ def test_who_is_no_proxy(answer):
     for url in ("http://127.0.0.1:1", "ftp://here"):
         with pytest.raises(PeerGone, match="no proxy answers at"):
             show_status(url, as_json=False)
+
+
+def test_what_moves_kv_is_said_once_for_each_kind():
+    chosen = {"engine": "shm", "reason": "handover: not offered by the peer; shm: chosen"}
+    lanes = [LaneStatus(peer=f"prefill-{n}", connect_s=0.01, **chosen) for n in (2, 0, 1)]
+    other = {"engine": "tcp", "reason": "shm: it is\x1b[2J gone; tcp: chosen"}
+    lanes.append(LaneStatus(peer="prefill-9", connect_s=0.5, **other))
+    worker = WorkerReport(record=record("decode", 0), status=status("decode", 0, lanes=lanes))
+    report = msgspec.structs.replace(REPORT, workers=[worker])
+    assert list(status_module.lanes(report)) == [
+        f"decode-0 takes KV from prefill-0, prefill-1, prefill-2 by shm ({chosen['reason']})",
+        "decode-0 takes KV from prefill-9 by tcp (shm: it is?[2J gone; tcp: chosen)",
+    ]
+
+
+def test_of_many_peers_some_are_named():
+    lanes = [
+        LaneStatus(peer=f"prefill-{n}", engine="shm", reason="shm: chosen", connect_s=0.0)
+        for n in range(9)
+    ]
+    worker = WorkerReport(record=record("decode", 0), status=status("decode", 0, lanes=lanes))
+    (line,) = status_module.lanes(msgspec.structs.replace(REPORT, workers=[worker]))
+    assert "prefill-3 and 5 more by shm" in line
+
+
+def test_a_status_with_all_its_lanes_can_be_read():
+    lane = LaneStatus(peer="p" * 64, engine="e" * 32, reason="é" * 300, connect_s=0.1)
+    full = status("decode", 0, lanes=[lane] * LANES_MAX)
+    assert len(status_decoder.decode(encode_json(full)).lanes) == LANES_MAX

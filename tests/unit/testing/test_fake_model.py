@@ -23,7 +23,7 @@ def test_any_damaged_position_changes_the_answer(place):
 
     def damage(backend: FakeBackend, request):
         size = backend.layout.block_size
-        backend.pool.words_NS[request.block_ids[place // size], place % size] ^= np.uint64(1)
+        backend.pool.halves_N2S[request.block_ids[place // size], 0, place % size] ^= np.uint32(1)
 
     right = answer_of_one_engine(prompt, greedy)
     assert answer_of_one_engine(prompt, greedy, after_prefill=damage).tokens[1:] != right.tokens[1:]

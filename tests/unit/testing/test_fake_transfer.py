@@ -4,13 +4,14 @@ import random
 import numpy as np
 import pytest
 
-from neuron_di.errors import KvChanged, PeerGone, RemoteProtocolError, StaleIncarnation
+from neuron_di.errors import KvChanged, KvMissing, PeerGone, RemoteProtocolError, StaleIncarnation
+from neuron_di.kv import whole_block_runs
 from neuron_di.testing.fake_model import FakePool, fake_layout
 from neuron_di.testing.fake_transfer import Fabric, FakeTransferEngine
 from neuron_di.testing.faults import Faults
 from neuron_di.testing.network import Network
 from neuron_di.testing.virtual_loop import VirtualLoop, silenced
-from neuron_di.transfer import BlockSource, TransferToken
+from neuron_di.transfer import BlockSource, Receive, Send, TransferToken
 from neuron_di.types import BlockId, Incarnation
 
 P, D = Incarnation("prefill"), Incarnation("decode")
@@ -28,21 +29,35 @@ class Pair:
         self.engines = {}
         for name in (P, D):
             pool = FakePool(fake_layout(4), 8, name)
-            pool.words_NS[:] = np.arange(32, dtype=np.uint64).reshape(8, 4) + 1000 * len(name)
+            pool.halves_N2S[:] = np.arange(64).reshape(8, 2, 4) + 1000 * len(name)
             process = self.network.spawn(name)
             self.engines[name] = FakeTransferEngine(
                 fabric, process, pool, is_two_sided=is_two_sided
             )
         self.prefill, self.decode = self.engines[P], self.engines[D]
-        self.decode.connect(P, self.prefill.local_region())
-        self.prefill.accept(D, self.decode.local_region())
+        self.layout = fake_layout(4)
+        self.decode.connect(P, self.prefill.local_region(D), self.layout)
+        self.prefill.accept(D, self.decode.local_region(P), self.layout)
 
-    def receive(self, there=THERE, here=HERE):
-        source = BlockSource(there, self.prefill.pool.generations(there))
-        return self.decode.post_receive(P, source, here)
+    def receive(self, there=THERE, here=HERE, *, peer=P, source=None):
+        return self.decode.post_receive(peer, self.order(there, here, source))
+
+    def order(self, there=THERE, here=HERE, source=None):
+        """Its tag is the first block there."""
+        return Receive(
+            tag=there[0],
+            runs=whole_block_runs(self.layout, there, here),
+            memory=self.decode.pool.memory(),
+            source=source or BlockSource(there, self.prefill.pool.generations(there)),
+            block_ids=here,
+        )
+
+    def send(self, there=THERE, here=HERE):
+        runs = whole_block_runs(self.layout, there, here)
+        return self.prefill.post_send(D, Send(tag=there[0], runs=runs))
 
     def has_arrived(self, there=THERE, here=HERE):
-        return (self.decode.pool.words_NS[here] == self.prefill.pool.words_NS[there]).all()
+        return (self.decode.pool.halves_N2S[here] == self.prefill.pool.halves_N2S[there]).all()
 
 
 def run(pair, main):
@@ -67,7 +82,7 @@ def test_blocks_arrive_and_are_visible_after_the_fence(is_two_sided):
 
     async def main():
         token = pair.receive()
-        sent = pair.prefill.post_send(D, THERE)
+        sent = pair.send()
         await done(token)
         await done(sent)
         assert token.error() is None
@@ -79,18 +94,51 @@ def test_blocks_arrive_and_are_visible_after_the_fence(is_two_sided):
     run(pair, main)
 
 
-def test_a_receive_waits_for_its_send_in_order():
+def test_a_receive_waits_for_its_send():
     pair = Pair(is_two_sided=True)
 
     async def main():
         first, second = pair.receive(), pair.receive([BlockId(4)], [BlockId(4)])
         await asyncio.sleep(5.0)
         assert not first.is_done()
-        pair.prefill.post_send(D, THERE)
+        pair.send()
         await done(first)
         assert not second.is_done()
         pair.decode.disconnect(P)
         assert isinstance(second.error(), PeerGone)
+
+    run(pair, main)
+
+
+def test_a_cancelled_receive_ends_and_its_send_too():
+    pair = Pair(is_two_sided=True)
+
+    async def main():
+        token = pair.receive()
+        pair.decode.cancel(P, THERE[0])
+        await done(token)
+        assert isinstance(token.error(), KvMissing)
+        sent = pair.send()
+        await done(sent)
+        assert sent.error() is None
+        assert not pair.has_arrived()
+        again, sent = pair.receive(), pair.send()  # of the same tag: nothing is left of it
+        await done(again)
+        assert again.error() is None
+        await done(sent)
+
+    run(pair, main)
+
+
+def test_a_source_that_was_given_up_after_the_copy_is_noticed():
+    pair = Pair()
+
+    async def main():
+        await done(pair.receive())
+        assert pair.decode.commit(P, pair.order()) is None
+        before = pair.order()
+        pair.prefill.pool.retire(THERE[-1:])
+        assert isinstance(pair.decode.commit(P, before), KvChanged)
 
     run(pair, main)
 
@@ -164,10 +212,7 @@ def test_a_copy_fails_when_told_to():
 def test_wrong_peers_and_wrong_blocks_are_refused():
     pair = Pair()
     with pytest.raises(StaleIncarnation):
-        pair.decode.connect(Incarnation("other"), pair.prefill.local_region())
-    nobody = BlockSource(THERE, [0, 0, 0])
-    assert isinstance(pair.decode.post_receive(D, nobody, HERE).error(), PeerGone)
-    source = BlockSource([8, 0, 1], [0, 0, 0])
-    assert isinstance(pair.decode.post_receive(P, source, HERE).error(), RemoteProtocolError)
-    source = BlockSource([0], [0])
-    assert isinstance(pair.decode.post_receive(P, source, HERE).error(), RemoteProtocolError)
+        pair.decode.connect(Incarnation("other"), pair.prefill.local_region(D), pair.layout)
+    assert isinstance(pair.receive(peer=D).error(), PeerGone)
+    for source in (BlockSource([8, 0, 1], [0, 0, 0]), BlockSource([0, 1], [0])):
+        assert isinstance(pair.receive(source=source).error(), RemoteProtocolError)

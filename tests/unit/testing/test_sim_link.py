@@ -203,6 +203,6 @@ def test_a_reordered_message_is_overtaken():
 
 
 def test_the_type_of_a_message_is_read_off_its_bytes():
-    done = Done(request_id="r", attempt=0, kv_bytes=1, transfer_s=0.1)
+    done = Done(request_id="r", attempt=0, engine="fake", form="direct", kv_bytes=1, transfer_s=0.1)
     assert message_tag(encode_msgpack(done)) == "done"
     assert message_tag(b"") == message_tag(b"garbage") == "?"
