@@ -5,7 +5,7 @@ BIN  := $(VENV)/bin
 export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-optimised etcd check format sim chaos dynamic churn handoff-diagram \
+.PHONY: help demo test test-optimised etcd check format sim handover-model chaos dynamic churn handoff-diagram \
         bench-engine bench-interference bench-verification bench-proxy bench-overload \
         bench-registry bench-transfer bench-interference-transfer clean
 
@@ -33,6 +33,9 @@ check: $(VENV)/dev ## format, lint, types, import rules
 
 sim: $(VENV)/dev ## simulate the server under faults: SEEDS=1000, or SEED=7 to replay one
 	$(BIN)/python -m neuron_di.testing.sim $(if $(SEED),--seed $(SEED) --trace,--seeds $(or $(SEEDS),1000))
+
+handover-model: $(VENV)/dev ## every order of the steps in which blocks change owner, and every crash, up to three
+	$(BIN)/python -m neuron_di.testing.handover_model
 
 chaos: $(VENV)/dev ## kill, freeze, cut and restart real processes in every phase of a request
 	$(BIN)/python -m tests.chaos.matrix $(CHAOS_ARGS)

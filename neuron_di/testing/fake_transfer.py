@@ -39,6 +39,7 @@ from neuron_di.wire import Region, ShmRegion
 
 COPY_S_MEAN = 0.002
 LATE_S_MAX = 8.0
+UNCLAIMED_S = 30.0  # as TcpTimes has it: a send whose receive was given up while it was on its way
 
 
 @dataclass(slots=True)
@@ -121,7 +122,13 @@ class FakeTransferEngine:
         else:
             self._sends.setdefault(peer, {})[send.tag] = (send, token)
             engine.match(self.pool.incarnation)
+            self.process.call_later(UNCLAIMED_S, self._end_unclaimed, peer, send.tag, token)
         return token
+
+    def _end_unclaimed(self, peer: Incarnation, tag: int, token: TransferToken) -> None:
+        if self._sends.get(peer, {}).get(tag, (None, None))[1] is token:
+            del self._sends[peer][tag]
+            token.complete(KvMissing("no receive was posted for this send"))
 
     def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
         token = TransferToken()

@@ -138,7 +138,8 @@ class TransferEngine(Protocol):
     def post_send(self, peer: Incarnation, send: Send) -> TransferToken:
         """Prefill side, on Pull: let the peer have these bytes. One-sided: done at once.
 
-        Returns at once. The token is done when the bytes may be overwritten.
+        Returns at once. The token is done when the bytes may be overwritten; where nobody receives
+        them, after a deadline of the engine's own.
         """
         ...
 
