@@ -124,16 +124,16 @@ async def test_at_its_time_limit_what_still_runs_is_cut_and_goes_on_elsewhere(
         async with session_of_many() as session:
             client = Client(session, url, "tiny-tales")
             wanted = await client.ask("hello", **LONG)
-            asked = asyncio.gather(*(client.ask("hello", **LONG) for _ in range(4)))
+            asked = asyncio.gather(*(client.ask("hello", **LONG) for _ in range(12)))
             await eventually(lambda: _none_unless_running(client, "decode-1"))
             ended = await run("drain", "decode-1", "--url", url, "--timeout-s", "0")
             assert ended.code == 1
             assert re.search(
-                r"^✓ time is over: .*2 requests still ran \(2 running\): cut here",
+                r"^✓ time is over: .*[2-9] requests still ran \([2-9] running.*\): cut here",
                 ended.stdout,
                 re.M,
             )
-            assert [answer.text for answer in await asked] == [wanted.text] * 4
+            assert [answer.text for answer in await asked] == [wanted.text] * 12
             await said(serving, "^decode-1 was drained and has ended")
 
 
@@ -170,7 +170,7 @@ async def _none_unless(client: Client, num_workers: int) -> bool | None:
 
 
 async def _none_unless_running(client: Client, worker: str) -> bool | None:
-    return True if (await client.load())[worker]["num_running"] == 2 else None
+    return True if (await client.load())[worker]["num_running"] >= 2 else None
 
 
 async def _park(prefill: Part) -> asyncio.StreamWriter:

@@ -84,7 +84,8 @@ async def test_who_is_killed_in_mid_request_comes_back_with_its_blocks(tiny_tale
 
 async def _when_some_run(client: Client) -> bool | None:
     load = await client.load()
-    return bool(load["decode-0"]["num_running"]) or None
+    decode = load["decode-0"]  # None: it is not back yet
+    return (decode is not None and bool(decode["num_running"])) or None
 
 
 async def _when_back(
