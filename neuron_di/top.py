@@ -12,6 +12,7 @@ Where there is room, more comes behind that: to how many workers it has a connec
 how long ago it started, how many requests it computes together, its model and its KV layout.
 """
 
+import signal
 from collections import deque
 from collections.abc import Iterator
 
@@ -59,6 +60,8 @@ def show_top(
     if not console.is_terminal:
         raise ConfigError("top draws on a terminal; --once prints one frame anywhere")
     view.look_if_there()  # a wrong key shows at once
+    # A script's background job is born deaf to Ctrl-C, and this would then never end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     live = Live(
         get_renderable=lambda: view,
         console=console,

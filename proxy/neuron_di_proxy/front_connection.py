@@ -148,11 +148,19 @@ class FrontConnection(asyncio.Protocol):
 
     def sweep(self, at_s: float, silent_max: float) -> None:
         """Look whether a deadline has passed, and whether a stream is silent for too long."""
-        if self._is_full:
-            self._send_deadline.see(self.num_unsent, at_s)
+        is_answered = self._state is _State.LEAVING or (
+            self._state is _State.HEAD and self._is_idle
+        )
+        if self._is_full or is_answered:
+            num_unsent = self.num_unsent
+            self._send_deadline.see(num_unsent, at_s)
+            if is_answered and num_unsent:  # who still reads a response is not idle
+                is_idle = self._state is _State.HEAD
+                wait_s = self._options.keep_alive_s if is_idle else LEAVING_TIMEOUT_S
+                self._deadline_s = max(self._deadline_s, at_s + wait_s)
         if at_s >= self._send_deadline.at_s:
             self._transport.abort()
-        elif at_s >= self._deadline_s and not (self._state is _State.LEAVING and self._is_full):
+        elif at_s >= self._deadline_s:
             self._be_late()
         reply = self._reply
         if reply is not None and reply.is_streaming and not self._is_full:

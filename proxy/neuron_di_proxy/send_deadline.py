@@ -5,7 +5,10 @@ from neuron_di_proxy.front_sweep import NEVER
 
 
 class SendDeadline:
-    """Of one connection. Runs while its transport is full; a client that reads moves it on."""
+    """Of one connection. A client that reads moves it on.
+
+    Runs while the transport is full, and while something of a whole response is unsent.
+    """
 
     __slots__ = ("_num_unsent", "_timeout_s", "at_s")
 
@@ -25,6 +28,8 @@ class SendDeadline:
 
     def see(self, num_unsent: int, at_s: float) -> None:
         """Look how much there is to send still."""
-        if num_unsent < self._num_unsent:
+        if num_unsent == 0:
+            self.at_s = NEVER
+        elif num_unsent < self._num_unsent or self.at_s == NEVER:
             self.at_s = at_s + self._timeout_s
         self._num_unsent = num_unsent

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 NUM_BLOCKS = 300
 PROMPTS = [f"Once upon a time, {number} friends " * (3 + number % 5) for number in range(16)]
+LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
 def options(folder: Path, **more: Any) -> ServeOptions:
@@ -69,23 +70,20 @@ async def test_who_is_killed_in_mid_request_comes_back_with_its_blocks(tiny_tale
         client = Client(session, fleet.url, fleet.model_name)
         undisturbed = [answer.text for answer in await answers(client)]
         for names in (("decode-0",), ("prefill-0",), ("decode-0", "prefill-0")):
-            running = asyncio.create_task(answers(client))
-            await eventually(lambda: _when_some_run(client))
             former = fleet.pids()
-            for name in names:
-                os.kill(former[name], signal.SIGKILL)
+            async with client.post(PROMPTS[0], stream=True, **LONG) as long:
+                await long.content.readline()  # so that one holds blocks of both for certain
+                running = asyncio.create_task(answers(client))
+                await asyncio.sleep(0.02)  # and others are anywhere
+                for name in names:
+                    os.kill(former[name], signal.SIGKILL)
+                assert (await long.read()).endswith(b"data: [DONE]\n\n")
             assert [answer.text for answer in await running] == undisturbed
             await eventually(partial(_when_back, client, fleet, former, names))
         load = await client.until_idle()
         assert {status["num_blocks"] for status in load.values()} == {NUM_BLOCKS}
         receipt = await client.receipt((await client.ask(PROMPTS[0], max_tokens=4)).answer_id)
         assert receipt["link"] == "handover"
-
-
-async def _when_some_run(client: Client) -> bool | None:
-    load = await client.load()
-    decode = load["decode-0"]  # None: it is not back yet
-    return (decode is not None and bool(decode["num_running"])) or None
 
 
 async def _when_back(
