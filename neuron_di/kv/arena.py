@@ -44,6 +44,8 @@ PAGE = 4096
 BLOCKS_MAX = 1 << 24
 GATE_TIMEOUT_S = 5.0  # to join; whoever holds the gate needs microseconds
 _GATE_POLL_S = 0.001
+MAPPING_S = 1.0  # what is not mapped by then is when it is touched
+_MAPPED_BYTES = 16 << 20  # at a time
 _MAGIC = b"NDIARENA"
 _HEADER = struct.Struct(
     "<8s32s32sQQQ"
@@ -214,6 +216,21 @@ class Arena:
         for start, count in _runs(ids):
             offset = self.data_offset + start * self.block_bytes
             owner_words.populate(self.view, offset, count * self.block_bytes)
+
+    def map_blocks_of(self, slot: int, incarnation: Incarnation) -> None:
+        """Have another worker's blocks mapped page by page before they are wanted: the first touch
+        of a page costs more than its copy. As many as there is time for.
+        """
+        deadline = Deadline.after(MAPPING_S)
+        owners = owner_words.slots_of(self.raw_words[: self.num_granted])
+        for first, count in _runs(np.flatnonzero(owners == slot)):
+            start, end = (self.data_offset + n * self.block_bytes for n in (first, first + count))
+            for offset in range(start, end, _MAPPED_BYTES):
+                # Who leaves gives its memory back, and reading that would take it anew.
+                if deadline.has_passed() or self.incarnation_of(slot) != incarnation:
+                    return
+                with contextlib.suppress(OSError):
+                    owner_words.populate(self.view, offset, min(_MAPPED_BYTES, end - offset))
 
     def release(self, ids: Ids) -> None:
         """Give the memory of these blocks back: they read as zeros."""

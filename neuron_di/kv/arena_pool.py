@@ -171,6 +171,7 @@ class ArenaPeer(PeerPool):
             raise StaleIncarnation(f"process {region.pid} is not the worker that was announced")
         if (arena.layout_digest, arena.block_bytes) != (layout.digest(), layout.block_bytes):
             raise PeerGone(f"the KV pool of process {region.pid} has another layout")
+        arena.map_blocks_of(slot, region.incarnation)
         return cls(arena, slot, layout)
 
     @property

@@ -93,6 +93,7 @@ class HandoverEngine:
             raise StaleIncarnation("the peer has no blocks in the arena")
         if not arena.is_held(region.slot):
             raise PeerGone("the peer's process has ended")
+        arena.map_blocks_of(region.slot, peer)
         with self._lock:
             self._peers[peer] = region.slot
 

@@ -13,8 +13,9 @@
 #include <stdint.h>
 #include <sys/mman.h>
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#ifndef MADV_POPULATE_READ /* Linux 5.14 */
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
 #endif
 
 _Static_assert(__atomic_always_lock_free(8, 0), "a lock inside of a process protects no other");
@@ -79,9 +80,10 @@ static PyObject *map_populate(Map *self, PyObject *args)
     }
     const Py_ssize_t page = 4096, first = offset / page * page;
     char *start = self->start + first;
+    const int advice = self->is_writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
     int failed = 0;
     Py_BEGIN_ALLOW_THREADS
-    if (length > 0 && madvise(start, (size_t)(length + offset - first), MADV_POPULATE_WRITE) != 0)
+    if (length > 0 && madvise(start, (size_t)(length + offset - first), advice) != 0)
         failed = errno;
     Py_END_ALLOW_THREADS
     if (failed != 0 && failed != EINVAL) { /* EINVAL: an older kernel, which does it at first use */
@@ -93,7 +95,7 @@ static PyObject *map_populate(Map *self, PyObject *args)
 
 static PyMethodDef map_methods[] = {
     {"populate", (PyCFunction)map_populate, METH_VARARGS,
-     "populate(offset, length): make these bytes present. OSError when the memory is not there."},
+     "populate(offset, length): make these bytes present, and mapped. OSError when the memory is not there."},
     {NULL},
 };
 

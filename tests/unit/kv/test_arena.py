@@ -184,6 +184,41 @@ def test_a_closed_pool_keeps_no_memory_and_comes_back_zeroed(fd: int) -> None:
     again.close()
 
 
+def mapped_bytes(arena: Arena, blocks_address: int) -> int:
+    """How much of an arena, whose blocks lie there, this process has page table entries for."""
+    wanted = blocks_address - arena.data_offset
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if line.startswith(f"{wanted:x}-"):
+                return next(int(each.split()[1]) << 10 for each in file if each.startswith("Rss:"))
+    raise AssertionError("the arena is not mapped")
+
+
+def test_a_peers_blocks_are_mapped_before_they_are_wanted(fd: int, monkeypatch) -> None:
+    own, peer = make(fd, layout=WIDE), make(fd, "b", layout=WIDE)
+    assert isinstance(own, ArenaPool)
+    assert isinstance(peer, ArenaPool)
+    peer.tensor()[peer.block_ids()] = 3.0
+    slot, peer_bytes = peer.ownership.slot, NUM_BLOCKS * WIDE.block_bytes
+    before = mapped_bytes(own.arena, own.base_address)
+    own.arena.map_blocks_of(slot, Incarnation("another"))
+    monkeypatch.setattr("neuron_di.kv.arena.MAPPING_S", 0.0)
+    own.arena.map_blocks_of(slot, peer.incarnation)
+    assert mapped_bytes(own.arena, own.base_address) == before
+    monkeypatch.undo()
+    own.arena.map_blocks_of(slot, peer.incarnation)
+    assert mapped_bytes(own.arena, own.base_address) == before + peer_bytes
+    # Read-only, too, and what has left is not brought back.
+    region = peer.region()
+    reader = open_peer_pool(region, WIDE)
+    assert mapped_bytes(own.arena, reader.base_address) >= peer_bytes
+    peer.close()
+    used = used_bytes(fd)
+    own.arena.map_blocks_of(slot, region.incarnation)
+    assert used_bytes(fd) == used
+    own.close()
+
+
 @pytest.mark.parametrize("change", [{"head_dim": 8}, {"num_layers": 2, "head_dim": 2}])
 def test_blocks_of_another_layout_get_a_pool_of_their_own(fd: int, change) -> None:
     pool = make(fd)
