@@ -51,7 +51,7 @@ class Frame(NamedTuple):
         return _FRAME.pack(_MAGIC, *self)
 
     def answered(self, kind: int) -> "Frame":
-        return self._replace(kind=kind)
+        return Frame(kind, *self[1:])
 
 
 def read_frame(raw: bytes | bytearray | memoryview, kinds: tuple[int, ...]) -> Frame:
@@ -66,9 +66,11 @@ def read_frame(raw: bytes | bytearray | memoryview, kinds: tuple[int, ...]) -> F
 
 def pieces_of(total: int, num_streams: int) -> list[tuple[int, int]]:
     """(offset, length) of each piece: one per stream, fewer where they would be small."""
-    count = max(1, min(num_streams, total // PIECE_BYTES_MIN))
-    size = -(-total // count // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT if count > 1 else total
-    return [(start, min(size, total - start)) for start in range(0, total, max(size, 1))]
+    count = min(num_streams, total // PIECE_BYTES_MIN)
+    if count <= 1:
+        return [(0, total)]
+    size = -(-total // count // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT
+    return [(start, min(size, total - start)) for start in range(0, total, size)]
 
 
 def part_of(

@@ -254,7 +254,7 @@ class TcpReceiver:
     def _take(self, inlet: _Inlet, frame: Frame) -> None:
         with self._lock:
             incoming, wanted = inlet.wanted.pop(frame.tag, (None, None))
-            if incoming is None or wanted is None or frame.answered(WANT) != wanted:
+            if incoming is None or wanted is None or frame[1:] != wanted[1:]:
                 raise RemoteProtocolError("the prefill worker sends what nobody asked for")
             inlet.num_bytes -= frame.length
             ended = []
@@ -282,12 +282,7 @@ class TcpReceiver:
             if frame.length != frame.total:
                 offsets, lengths = part_of(offsets, lengths, frame.offset, frame.length)
             deadline = deadline_of(frame.length, inlet.stream.silence_s)
-            inlet.stream.receive_runs(
-                memory.address,
-                np.ascontiguousarray(offsets),
-                np.ascontiguousarray(lengths),
-                deadline,
-            )
+            inlet.stream.receive_runs(memory.address, offsets, lengths, deadline)
         except Exception as failure:
             error = as_peer_error(failure)
         with self._lock:

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 _IOVECS_MAX = 1024
 _CALL_BYTES_MAX = 64 << 20
+_INT64 = np.dtype(np.int64)
 
 
 class Deadline(Protocol):
@@ -63,12 +64,13 @@ def send_runs(
         header,
         len(header),
         address,
-        _address(offsets),
-        _address(lengths),
+        offsets.tobytes(),
+        lengths.tobytes(),
         len(offsets),
         int(deadline.at_s * 1e9),
     )
-    _raise(result)
+    if result:
+        _raise(result)
 
 
 def receive_runs(
@@ -88,12 +90,13 @@ def receive_runs(
     result = library.receive_runs(
         sock.fileno(),
         address,
-        _address(offsets),
-        _address(lengths),
+        offsets.tobytes(),
+        lengths.tobytes(),
         len(offsets),
         int(deadline.at_s * 1e9),
     )
-    _raise(result)
+    if result:
+        _raise(result)
 
 
 def is_compiled() -> bool:
@@ -128,11 +131,13 @@ def load(path: Path) -> ctypes.CDLL:
     """The compiled part in this file."""
     library = ctypes.CDLL(str(path))
     number, pointer = ctypes.c_int64, ctypes.c_void_p
+    # Arrays go as bytes: a copy of a few costs a tenth of what numpy takes to tell an address.
+    rows = ctypes.c_char_p
     library.send_runs.argtypes = (
         *(ctypes.c_int, ctypes.c_char_p, number),
-        *(pointer, pointer, pointer, number, number),
+        *(pointer, rows, rows, number, number),
     )
-    library.receive_runs.argtypes = (ctypes.c_int, pointer, pointer, pointer, number, number)
+    library.receive_runs.argtypes = (ctypes.c_int, pointer, rows, rows, number, number)
     library.send_runs.restype = library.receive_runs.restype = number
     return library
 
@@ -140,26 +145,20 @@ def load(path: Path) -> ctypes.CDLL:
 def _check(offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
     """C would read beyond the arrays."""
     for array in (offsets, lengths):
-        if array.dtype != np.int64 or array.ndim != 1 or not array.flags.c_contiguous:
-            raise ValueError("offsets and lengths are contiguous rows of int64")
+        if array.dtype != _INT64 or array.ndim != 1:
+            raise ValueError("offsets and lengths are rows of int64")
     if len(offsets) != len(lengths):
         raise ValueError("each offset has a length")
 
 
-def _address(array: NDArray[np.int64]) -> int:
-    """As `array.ctypes.data`, in a fraction of its time."""
-    return int(array.__array_interface__["data"][0])
-
-
-def _raise(result: int) -> None:
+def _raise(result: int) -> NoReturn:
     if result == -1:
         raise ConnectionResetError("the peer closed the connection")
     if result == errno.ETIMEDOUT:
         raise TimeoutError("the peer stalls")
     if result == errno.EINVAL:
         raise ValueError("a run has a negative length")
-    if result:
-        raise OSError(result, os.strerror(result))
+    raise OSError(result, os.strerror(result))
 
 
 def _batch(views: list[memoryview]) -> list[memoryview]:

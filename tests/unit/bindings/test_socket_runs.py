@@ -75,7 +75,8 @@ def test_runs_arrive_and_no_other_byte_changes(way, ends, seed):
     head = np.zeros(4, np.uint8)
     socket_runs.receive_runs(far, address(head), rows(0), rows(4), deadline=soon())
     offsets, lengths = offsets[order].copy(), lengths[order].copy()
-    socket_runs.receive_runs(far, address(received), offsets, lengths, deadline=soon())
+    every_other = [row.repeat(2)[::2] for row in (offsets, lengths)]  # numbers with gaps between
+    socket_runs.receive_runs(far, address(received), *every_other, deadline=soon())
     sender.join(WAIT_S)
     assert head.tobytes() == b"head"
     pairs = zip(source_offsets, source_lengths, strict=True)
@@ -135,7 +136,6 @@ def test_a_deadline_ends_a_receive_that_trickles(way, ends):
         (rows(0), rows(-1)),
         (rows(0, 1), rows(1)),
         (np.zeros(1, np.int32), rows(1)),
-        (rows(0, 1, 2, 3)[::2], rows(1, 1)),
         (rows(0).reshape(1, 1), rows(1)),
         (rows(0), rows(-(2**63))),
     ],

@@ -235,6 +235,17 @@ def test_the_same_bytes_are_sent_once(pair):
         assert _FRAME.unpack(sock.recv(_FRAME.size, socket.MSG_WAITALL))[1] == GONE
 
 
+def test_a_wish_for_nothing_takes_nothing_from_the_send(pair):
+    with hostile_decode(pair) as sock:
+        sending = pair.prefill.post_send(DECODE, send_of(tag=7))
+        for length in (0, 0, 4096):
+            sock.sendall(raw(WANT, 7, 4096, 0, length))
+            answer = sock.recv(_FRAME.size + length, socket.MSG_WAITALL)
+            assert answer == raw(DATA, 7, 4096, 0, length) + pair.sent[:length].tobytes()
+        assert wait(sending) is None
+        assert sending.kv_bytes == 4096
+
+
 @pytest.mark.parametrize(("offset", "length"), [(0, 8192), (4096, 4096), (0, 1)])
 def test_pieces_that_overlap_are_more_than_there_is(pair, offset, length):
     with hostile_decode(pair) as sock:

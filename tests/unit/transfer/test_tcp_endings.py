@@ -31,7 +31,7 @@ from neuron_di.transfer.tcp_proof import answer
 from neuron_di.transfer.tcp_receiver import MOVING_S_MAX, TcpReceiver, deadline_of
 from neuron_di.transfer.tcp_stream import Stream
 from neuron_di.transfer.token_thread import TokenThread
-from neuron_di.transfer.transfer_engine import TransferToken
+from neuron_di.transfer.transfer_engine import Send, TransferToken
 from neuron_di.wire import TcpRegion
 
 MIB = 1 << 20
@@ -186,13 +186,17 @@ def test_a_connection_for_which_no_thread_is_left_leaves_nothing_behind(monkeypa
         assert pair.moves()
 
 
-def test_posting_never_raises():
+def test_posting_never_raises(monkeypatch):
     with tcp_pair() as pair:
-        own = OwnMemories(pair.decode_pool.memory())
-        receiver = TcpReceiver(PREFILL, [], own, 2**64 - 4096, pair.decode._token_thread)
-        starts = [n * 64 for n in range(100)]
-        receive = pair.receive_of(runs_of(starts, starts, [64] * 100))
-        assert isinstance(wait(receiver.post(receive, 4096)), LocalProtocolError)
+        receive = pair.receive_of(runs_of([0], [0], [64]))
+        with monkeypatch.context() as patch:
+            patch.setattr(OwnMemories, "refusal", lambda *_, **__: 1 // 0)
+            assert isinstance(wait(pair.receive(receive)), LocalProtocolError)
+        for tag in (-1, 1 << 64):
+            sending = pair.prefill.post_send(DECODE, Send(tag=tag, runs=receive.runs))
+            assert isinstance(wait(sending), LocalProtocolError)
+        assert pair.is_untouched()
+        assert pair.moves()
 
 
 def test_a_descriptor_is_not_given_away_while_somebody_sends_on_it():
