@@ -41,8 +41,9 @@ setup(
             optional=True,  # decode is then slower, by torch
         ),
         Extension(
-            "neuron_di_bindings._kv_copy",  # loaded by ctypes, too
-            [f"{_KERNELS}/kv_copy.c"],
+            "neuron_di_bindings._kv_copy",
+            [f"{_KERNELS}/_kv_copy.c"],
+            depends=[f"{_KERNELS}/kv_copy.c"],
             extra_compile_args=["-std=gnu11", "-O3", "-g0"],
             optional=True,  # KV is then copied by numpy
         ),

@@ -26,6 +26,7 @@ import os
 import secrets
 import stat
 import struct
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -127,6 +128,7 @@ class Arena:
         tables = np.frombuffer(view, np.uint64, count=count, offset=_WORDS_OFFSET)
         self._show(view, tables.reshape(_WORDS_PER_BLOCK, self.blocks_max))
         self._granted: Words = np.frombuffer(view, np.uint64, 1, _GRANTED_OFFSET)
+        self._num_held = 0  # so many blocks the file held when it was last looked at
         self.address = int(tables.ctypes.data) - _WORDS_OFFSET + self.data_offset
 
     def _show(self, view: memoryview, tables: Words) -> None:
@@ -168,18 +170,19 @@ class Arena:
             own_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise PeerGone(f"cannot map the KV pool of process {pid}: {error}") from None
-        try:
-            seals = fcntl.fcntl(own_fd, fcntl.F_GET_SEALS)
-            if not stat.S_ISREG(os.fstat(own_fd).st_mode) or not seals & fcntl.F_SEAL_SHRINK:
-                raise PeerGone(f"the KV pool of process {pid} may shrink")
-            arena = cls(own_fd, is_writable=False)
-            if arena.data_offset + arena.num_granted * arena.block_bytes > os.fstat(own_fd).st_size:
-                raise PeerGone(f"the KV pool of process {pid} is cut off")
-            return arena
-        except (NoArena, OSError, OverflowError, ValueError, struct.error) as error:
-            raise PeerGone(f"cannot map the KV pool of process {pid}: {error}") from None
-        finally:
-            os.close(own_fd)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, own_fd)
+            try:
+                seals = fcntl.fcntl(own_fd, fcntl.F_GET_SEALS)
+                if not stat.S_ISREG(os.fstat(own_fd).st_mode) or not seals & fcntl.F_SEAL_SHRINK:
+                    raise PeerGone(f"the KV pool of process {pid} may shrink")
+                arena = cls(own_fd, is_writable=False)
+                if arena.num_granted < int(arena._granted[0]):
+                    raise PeerGone(f"the KV pool of process {pid} is cut off")
+            except (NoArena, OSError, OverflowError, ValueError, struct.error) as error:
+                raise PeerGone(f"cannot map the KV pool of process {pid}: {error}") from None
+            weakref.finalize(arena, undo.pop_all().close)  # nobody else closes it
+        return arena
 
     @property
     def fd(self) -> int:
@@ -189,8 +192,15 @@ class Arena:
 
     @property
     def num_granted(self) -> int:
-        """Blocks 0 to this exist, whoever owns them. What lies behind must not be touched."""
-        return int(self._granted[0])
+        """Blocks 0 to this exist, whoever owns them. What lies behind must not be touched.
+
+        Whatever others may write there, the file holds them, and it never shrinks.
+        """
+        granted = int(self._granted[0])
+        if granted > self._num_held:  # a file grows before what is granted does
+            num_bytes = os.fstat(self._fd).st_size - self.data_offset
+            self._num_held = num_bytes // self.block_bytes
+        return min(granted, self._num_held)
 
     def grant(self, count: int, word: int) -> Ids:
         """So many blocks that did not exist, all with this word. The caller holds the gate alone.

@@ -14,11 +14,12 @@ from neuron_di.kv.arena import Arena, NoArena, is_settled
 from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.ownership import Exchange, Ownership
 from neuron_di.kv.pool import KvPool, PeerPool
-from neuron_di.kv.runs import FEW, BlockIds, Memory, as_ids
+from neuron_di.kv.runs import BlockIds, Memory, as_ids
 from neuron_di.obs import get_logger
 from neuron_di.types import BlockId, Incarnation, WorkerId
 from neuron_di.wire import ShmRegion
-from neuron_di_bindings.owner_words import GENERATION_MAX, SLOT_SHIFT, generations_of, slots_of
+from neuron_di_bindings.block_runs import Words
+from neuron_di_bindings.owner_words import GENERATION_MAX, generations_of, slots_of, word
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,6 +163,7 @@ class ArenaPeer(PeerPool):
         self.layout = layout
         self._arena = arena
         self._slot = slot
+        self.words = Words(arena.raw_words, word(slot, 0), GENERATION_MAX)
 
     @classmethod
     def find(cls, region: ShmRegion, layout: KvLayout) -> "ArenaPeer":
@@ -185,9 +187,6 @@ class ArenaPeer(PeerPool):
     def generations(self, block_ids: BlockIds) -> list[int]:
         """The generation of each block now; -1 where it is not the peer's."""
         words = self._arena.words.load(as_ids(block_ids))
-        if len(words) <= FEW:
-            own = self._slot
-            return [w & GENERATION_MAX if w >> SLOT_SHIFT == own else -1 for w in words.tolist()]
         found = np.where(slots_of(words) == self._slot, generations_of(words), -1)
         generations: list[int] = found.tolist()
         return generations

@@ -27,6 +27,7 @@ from neuron_di.kv.runs import BlockIds, Memory, as_ids
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import ShmRegion
 from neuron_di_bindings import shared_memory
+from neuron_di_bindings.block_runs import Words
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -180,7 +181,10 @@ class KvPool:
 
 
 class PeerPool:
-    """Another worker's pool, mapped read-only."""
+    """Another worker's pool, mapped read-only.
+
+    `words` has each block's word: that it is the peer's, and of which generation.
+    """
 
     def __init__(self, view: mmap, num_blocks: int, layout: KvLayout) -> None:
         self._view = view  # keeps the mapping alive
@@ -189,6 +193,7 @@ class PeerPool:
         self._generations: NDArray[np.uint64] = np.frombuffer(
             view, np.uint64, count=num_blocks, offset=GENERATIONS_OFFSET
         )
+        self.words = Words(self._generations)
 
     @classmethod
     def open(cls, region: ShmRegion, layout: KvLayout) -> Self:

@@ -13,6 +13,7 @@ from neuron_di.errors import ConfigError, LocalProtocolError
 from neuron_di.kv.layout import DTYPE_BYTES, KvLayout
 from neuron_di.kv.runs import BlockIds, Ints, Memory, Runs, as_ids, joined
 from neuron_di.kv.token_spans import token_spans
+from neuron_di_bindings.block_runs import join_blocks
 from neuron_di_bindings.run_copy import Grain, place
 
 _BLOCK_BYTES_MAX = 1 << 40  # offsets of 2^22 such blocks fit into 63 bits
@@ -29,19 +30,8 @@ def whole_block_runs(layout: KvLayout, source_ids: BlockIds, destination_ids: Bl
         raise LocalProtocolError(f"{len(sources)} blocks into {len(destinations)}")
     if len(sources) == 0:
         return Runs(source_offsets=sources, destination_offsets=sources, lengths=sources)
-    block_bytes = layout.block_bytes
-    is_start = np.ones(len(sources), np.bool_)
-    np.not_equal(sources[1:] - sources[:-1], 1, out=is_start[1:])
-    is_start[1:] |= destinations[1:] - destinations[:-1] != 1
-    starts = is_start.nonzero()[0]
-    counts = np.empty_like(starts)
-    np.subtract(starts[1:], starts[:-1], out=counts[:-1])
-    counts[-1] = len(sources) - starts[-1]
-    return Runs(
-        source_offsets=sources[starts] * block_bytes,
-        destination_offsets=destinations[starts] * block_bytes,
-        lengths=counts * block_bytes,
-    )
+    from_, to, lengths = join_blocks(sources, destinations, layout.block_bytes)
+    return Runs(source_offsets=from_, destination_offsets=to, lengths=lengths)
 
 
 class Resharding:
@@ -96,25 +86,18 @@ class Resharding:
         else:
             ranks = np.arange(0, layout.num_ranks, layout.num_replicas, dtype=np.int64)
             parts, part_bytes = ranks * layout.rank_bytes, layout.rank_bytes
-        full, last = slice(None, num_full), slice(num_full, None)  # the last: where it is not full
-        return joined(
-            Runs(
-                source_offsets=np.append(
-                    sources[full, None] + parts, sources[last, None] + self._used_rows
-                ),
-                destination_offsets=np.append(
-                    landings[full, None] + parts, landings[last, None] + self._used_rows
-                ),
-                lengths=np.append(
-                    np.full(num_full * len(parts), part_bytes, np.int64),
-                    np.full(
-                        (len(sources) - num_full) * len(self._used_rows),
-                        num_last * self._source_token_bytes,
-                        np.int64,
-                    ),
-                ),
-            )
+        num_parts = num_full * len(parts)
+        lengths = np.full(
+            num_parts + (len(sources) - num_full) * len(self._used_rows), part_bytes, np.int64
         )
+        lengths[num_parts:] = num_last * self._source_token_bytes
+        runs = Runs(
+            source_offsets=_offsets(sources, num_full, parts, self._used_rows),
+            destination_offsets=_offsets(landings, num_full, parts, self._used_rows),
+            lengths=lengths,
+        )
+        # Between heads that are moved lie the replicas that are not: then there are no neighbours.
+        return joined(runs) if layout.num_replicas == 1 else runs
 
     def place(
         self,
@@ -160,6 +143,17 @@ class Resharding:
             destination=_grain(self.destination),
             source=_grain(self.source),
         )
+
+
+def _offsets(blocks: Ints, num_full: int, parts: Ints, used_rows: Ints) -> Ints:
+    """Of each part of the full blocks, and of each row of the last one where it is not full."""
+    num_parts = num_full * len(parts)
+    offsets = np.empty(num_parts + (len(blocks) - num_full) * len(used_rows), np.int64)
+    full = offsets[:num_parts].reshape(num_full, len(parts))
+    for i, part in enumerate(parts):  # few; numpy is slow with short rows
+        np.add(blocks[:num_full], part, out=full[:, i])
+    offsets[num_parts:] = (blocks[num_full:, None] + used_rows).ravel()
+    return offsets
 
 
 def _grain(layout: KvLayout) -> Grain:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from neuron_di_bindings.block_runs import are_below, as_int64
+
 Ints = NDArray[np.int64]
 BlockIds = Sequence[int] | NDArray[np.integer]
 
-FEW = 16  # so many numbers Python looks at in less time than one call of numpy's takes
+_FEW = 16  # so many numbers Python adds in less time than one call of numpy's takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Runs:
 
     @property
     def num_bytes(self) -> int:
-        if len(self.lengths) <= FEW:
+        if len(self.lengths) <= _FEW:
             return sum(self.lengths.tolist())
         return int(self.lengths.sum())
 
@@ -48,7 +50,7 @@ class Runs:
 
 def as_ids(ids: BlockIds) -> Ints:
     """Block ids or the like as int64. OverflowError where one is beyond 63 bits."""
-    return np.asarray(ids, np.int64)
+    return as_int64(ids)
 
 
 def ids_below(ids: BlockIds, end: int) -> Ints | None:
@@ -59,11 +61,7 @@ def ids_below(ids: BlockIds, end: int) -> Ints | None:
         return None
     if found.ndim != 1:
         return None
-    if len(found) <= FEW:
-        numbers = found.tolist()
-        return found if not numbers or (min(numbers) >= 0 and max(numbers) < end) else None
-    # As unsigned numbers the negative ones are the largest.
-    return found if int(found.view(np.uint64).max()) < end else None
+    return found if are_below(found, end) else None
 
 
 def joined(runs: Runs) -> Runs:
@@ -78,6 +76,8 @@ def joined(runs: Runs) -> Runs:
     for tensors in (runs.source_tensors, runs.destination_tensors):
         if tensors is not None:
             is_start[1:] |= tensors[1:] != tensors[:-1]
+    if is_start.all():
+        return runs
     starts = np.flatnonzero(is_start)
     return Runs(
         source_offsets=runs.source_offsets[starts],

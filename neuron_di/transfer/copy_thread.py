@@ -1,7 +1,8 @@
 """A thread that makes one copy after the other, and says how each ended.
 
-A short copy takes less time than it takes to wake a thread: where nothing is under way before it,
-whoever posts it makes it.
+To wake a thread takes longer than a short copy, or about as long: where nothing is under way before
+it, whoever posts it makes it. What comes too soon after that is the thread's again: copies take at
+most a quarter of the poster's time, who also verifies what it copied.
 """
 
 import queue
@@ -20,6 +21,7 @@ _log = get_logger(__name__)
 # A worker pinned to one core copies and decodes there: running streams go first, and a large
 # copy is spread over several steps.
 COPY_NICE = 5
+REST = 3  # of whoever made a short copy, from such copies: so many times as long as it took
 JOIN_S = 30.0
 
 
@@ -38,6 +40,7 @@ class CopyThread:
         self._lock = threading.Lock()
         self._is_ending = False
         self._num_open = 0  # posted to the thread, and not over
+        self._rests_until_s = 0.0  # the poster: from short copies
         self._at_end: Callable[[], object] = lambda: None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -53,14 +56,16 @@ class CopyThread:
     ) -> None:
         """Call `copy` on the thread; the token gets what it returns, and how long it took.
 
-        A short one is called right here where the thread has nothing else to do. It must not post.
+        A short one is called right here where the thread has nothing else to do, and three times as
+        much time has passed since the last one here as that took. It must not post.
         """
         error: NeuronDiError | None
         with self._lock:
             if self._is_ending:
                 error = LocalProtocolError("a receive was posted to a closed transfer engine")
-            elif is_short and not self._num_open:
+            elif is_short and not self._num_open and now_s() >= self._rests_until_s:
                 error = _make(copy, num_bytes, token)
+                self._rests_until_s = now_s() + REST * token.transfer_s
             else:
                 self._num_open += 1
                 self._jobs.put(_Job(copy, num_bytes, token))

@@ -7,6 +7,7 @@
 Next: neuron_di/transfer/recv_buffer.py
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from neuron_di.clock import now_s
@@ -17,7 +18,7 @@ from neuron_di.errors import (
     PeerError,
     RemoteProtocolError,
 )
-from neuron_di.kv import KvIdentity, KvLayout, KvPool, block_digests
+from neuron_di.kv import KvIdentity, KvLayout, KvPool, Memory, block_digests
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.kv_plan import (
     block_ids_of,
@@ -143,17 +144,22 @@ class KvReceiver:
         ready, receive, arrived = entry.ready, entry.receive, entry.arrived
         assert ready is not None, "nothing is copied before Ready"
         assert receive is not None, "it was posted"
-        self.lane.fence()
-        if not self._is_right(entry, ready, copied):
+        try:
+            self.lane.fence()
+            is_right = self._is_right(entry, ready, copied)
+            if is_right and entry.room is not None:
+                self._place(entry, ready, entry.room)
+                arrived.form = "landed"
+        except BaseException:
+            self.lane.abandon(receive)  # the engine keeps what was promised until it is told
+            raise
+        if not is_right:
             changed = self.lane.abandon(receive)
             return changed or KvCorrupt("the received KV is not what was promised")
-        if entry.room is not None:
-            self._place(entry, ready, entry.room)
-            arrived.form = "landed"
         error = self.lane.commit(receive)
         if error is None and copied.adopted_ids is not None:
             arrived.adopted_ids, arrived.form = copied.adopted_ids, "handed_over"
-        arrived.engine = self.lane.name
+        arrived.engine, arrived.engine_reason = self.lane.name, self.lane.reason
         arrived.kv_bytes, arrived.transfer_s = copied.kv_bytes, copied.transfer_s
         arrived.verify_s = now_s() - start_s
         return error
@@ -170,7 +176,8 @@ class KvReceiver:
             self._place(entry, ready, room)
         except Exception as bug:
             return LocalProtocolError(f"KV could not be placed: {type(bug).__name__}")
-        arrived.engine, arrived.form = self.lane.name, "streamed"
+        arrived.engine, arrived.engine_reason = self.lane.name, self.lane.reason
+        arrived.form = "streamed"
         arrived.verify_s = now_s() - start_s
         return None
 
@@ -193,11 +200,12 @@ class KvReceiver:
             layout_digest=self.layout.digest(),
         )
         held = entry.num_held
-        memory, block_ids = self._memory, [int(block_id) for block_id in entry.block_ids[held:]]
+        memory: Memory = self._memory
+        block_ids: Sequence[int] = entry.block_ids[held:]
         if entry.room is not None:
-            memory, block_ids = entry.room.memory, list(range(len(ready.block_ids) - held))
+            memory, block_ids = entry.room.memory, range(len(ready.block_ids) - held)
         elif copied.adopted_ids is not None:
-            block_ids = [int(block_id) for block_id in copied.adopted_ids]
+            block_ids = copied.adopted_ids
         with self._pool.hold():  # as there
             digests = block_digests(
                 memory,

@@ -3,6 +3,8 @@
 Next: neuron_di/transfer/send_buffer.py
 """
 
+from typing import cast
+
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.kv import KvLayout
 from neuron_di.transfer.geometry import layout_fields, peer_layout
@@ -55,7 +57,7 @@ class KvSender:
         send = Send(
             tag=transfer_tag(peer.connection, ready.request_id, ready.attempt),
             runs=kv_runs(own, peer.layout, source_ids, destination_ids, num_tokens),
-            block_ids=[BlockId(block_id) for block_id in source_ids],
+            block_ids=cast("list[BlockId]", source_ids),
             exchange=destination_ids,
         )
         return self._lanes.post_send(peer.incarnation, pull.engine, send)

@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from neuron_di.errors import NeuronDiError, RemoteProtocolError
 from neuron_di.kv import Memory, Runs, ids_below
-from neuron_di.kv.runs import FEW, Ints
+from neuron_di.kv.runs import Ints
 from neuron_di.transfer.transfer_engine import BlockSource, Receive
+from neuron_di_bindings.block_runs import are_sound
 
 _INT64 = np.dtype(np.int64)
-_EMPTY = "a transfer's run is empty"
-_OUTSIDE = "a transfer's run lies outside of the memory"
-_OVERLAPPING = "two of a transfer's runs write to the same bytes"
+_INT64_MAX = (1 << 63) - 1
 
 
 class OwnMemories:
@@ -43,22 +42,23 @@ class OwnMemories:
 
         `peer_bytes` and `peer_blocks` are the size of the peer's pool.
         """
+        part = receive.memory
         for memory in self._memories:
-            if _is_part(receive.memory, memory):
+            start = part.address - memory.address
+            if start >= 0 and 0 < part.num_bytes <= memory.num_bytes - start:
                 break
         else:
             return RemoteProtocolError("a transfer into memory that was not registered")
-        source = receive.source
-        if len(source.block_ids) != len(source.generations):
+        runs, ids = receive.runs, receive.source.block_ids
+        if len(ids) != len(receive.source.generations):
             return RemoteProtocolError("the prefill worker offered another number of generations")
-        if ids_below(source.block_ids, peer_blocks) is None:
+        rows = runs.source_offsets, runs.destination_offsets, runs.lengths
+        has_tensors = runs.source_tensors is not None or runs.destination_tensors is not None
+        if not has_tensors and are_sound(*rows, ids, peer_bytes, part.num_bytes, peer_blocks):
+            return None
+        if ids_below(ids, peer_blocks) is None:
             return RemoteProtocolError("the prefill worker named a block outside of its pool")
-        return runs_refusal(receive.runs, peer_bytes, receive.memory.num_bytes)
-
-
-def _is_part(part: Memory, memory: Memory) -> bool:
-    start = part.address - memory.address
-    return start >= 0 and 0 < part.num_bytes <= memory.num_bytes - start
+        return runs_refusal(runs, peer_bytes, part.num_bytes)
 
 
 def block_indices(source: BlockSource, num_blocks: int) -> NDArray[np.int64] | None:
@@ -69,49 +69,26 @@ def block_indices(source: BlockSource, num_blocks: int) -> NDArray[np.int64] | N
 def runs_refusal(
     runs: Runs, source_bytes: int, destination_bytes: int
 ) -> RemoteProtocolError | None:
-    """Why these runs do not fit memories of these sizes; None: they do."""
+    """Why these runs do not fit memories of these sizes; None: they do. At leisure, with numpy."""
     sources, destinations, lengths = runs.source_offsets, runs.destination_offsets, runs.lengths
     if runs.source_tensors is not None or runs.destination_tensors is not None:
         return RemoteProtocolError("a transfer between several tensors")
-    count = (len(lengths),)
-    for row in (sources, destinations, lengths):
-        if row.dtype != _INT64 or row.shape != count:
-            return RemoteProtocolError("the lists of a transfer's runs do not fit each other")
-    if not len(lengths):
+    count = len(lengths)
+    if not (
+        sources.dtype == destinations.dtype == lengths.dtype == _INT64
+        and sources.shape == destinations.shape == lengths.shape == (count,)
+    ):
+        return RemoteProtocolError("the lists of a transfer's runs do not fit each other")
+    if not count:
         return RemoteProtocolError("a transfer of nothing")
-    find = _fault_of_few if len(lengths) <= FEW else _fault
-    fault = find(sources, destinations, lengths, source_bytes, destination_bytes)
-    return None if fault is None else RemoteProtocolError(fault)
-
-
-def _fault(
-    sources: Ints, destinations: Ints, lengths: Ints, source_bytes: int, destination_bytes: int
-) -> str | None:
     if lengths.min() <= 0:
-        return _EMPTY
+        return RemoteProtocolError("a transfer's run is empty")
     for offsets, num_bytes in ((sources, source_bytes), (destinations, destination_bytes)):
         # No sum of two numbers that were not checked: it may be beyond 63 bits.
-        if offsets.min() < 0 or (offsets > num_bytes - lengths).any():
-            return _OUTSIDE
-    return _OVERLAPPING if _overlaps(destinations, lengths) else None
-
-
-def _fault_of_few(
-    sources: Ints, destinations: Ints, lengths: Ints, source_bytes: int, destination_bytes: int
-) -> str | None:
-    """As _fault, in a fraction of the time where runs are few: a small transfer's is felt."""
-    free_from = 0
-    runs = zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True)
-    for destination, source, length in sorted(runs):
-        if length <= 0:
-            return _EMPTY
-        if not 0 <= source <= source_bytes - length:
-            return _OUTSIDE
-        if not 0 <= destination <= destination_bytes - length:
-            return _OUTSIDE
-        if destination < free_from:
-            return _OVERLAPPING
-        free_from = destination + length
+        if offsets.min() < 0 or (offsets > min(num_bytes, _INT64_MAX) - lengths).any():
+            return RemoteProtocolError("a transfer's run lies outside of the memory")
+    if _overlaps(destinations, lengths):
+        return RemoteProtocolError("two of a transfer's runs write to the same bytes")
     return None
 
 

@@ -1,17 +1,23 @@
 """Copies of KV between memories: byte runs, and vectors of other strides and number formats.
 
-Compiled where it could be built (kv_copy.c), which frees the interpreter meanwhile; else numpy.
+Compiled where it could be built (_kv_copy.c), which frees the interpreter meanwhile; else numpy.
 Addresses are this process's; the caller has checked every bound.
 """
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from neuron_di_bindings.block_runs import UNSUITABLE, Numbers, Words, are_words
+
+try:
+    from neuron_di_bindings import _kv_copy
+except ImportError:
+    _kv_copy = None  # type: ignore[assignment]
+
+_IS_COMPILED: bool = _kv_copy is not None
 
 _FORMATS = ("float32", "bfloat16", "float16")  # kv_copy.c knows them by index
 _BITS: tuple[type[np.uint32] | type[np.uint16], ...] = (np.uint32, np.uint16, np.uint16)
@@ -63,21 +69,42 @@ def copy_runs(
     """
     count = len(lengths)
     assert destination_offsets.shape == source_offsets.shape == lengths.shape == (count,)
-    library = _library()
-    if library is not None and count == 1:  # numbers are handed over in less time than arrays
-        library.copy_run(
-            destination_address + destination_offsets.item(),
-            source_address + source_offsets.item(),
-            lengths.item(),
-        )
-        return
     rows = tuple(map(_contiguous, (destination_offsets, source_offsets, lengths)))
-    if library is not None:
-        addresses = (row.ctypes.data for row in rows)
-        library.copy_runs(destination_address, source_address, *addresses, count)
+    if _IS_COMPILED:
+        _kv_copy.copy(destination_address, source_address, *rows)
         return
     for destination, source, length in zip(*(row.tolist() for row in rows), strict=True):
         ctypes.memmove(destination_address + destination, source_address + source, length)
+
+
+def copy_promised(
+    *,
+    destination_address: int,
+    source_address: int,
+    destination_offsets: NDArray[np.int64],
+    source_offsets: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    words: Words,
+    ids: Numbers,
+    numbers: Numbers,
+) -> bool:
+    """copy_runs, and after the last byte are_words, whose arguments are the last three."""
+    if _IS_COMPILED:
+        addresses = destination_address, source_address
+        rows = destination_offsets, source_offsets, lengths
+        table, tag, number_max = words
+        try:
+            return _kv_copy.copy_promised(*addresses, *rows, table, ids, numbers, tag, number_max)
+        except UNSUITABLE:
+            pass
+    copy_runs(
+        destination_address=destination_address,
+        source_address=source_address,
+        destination_offsets=destination_offsets,
+        source_offsets=source_offsets,
+        lengths=lengths,
+    )
+    return are_words(words, ids, numbers)
 
 
 def place(
@@ -104,8 +131,7 @@ def place(
     to_spans, from_spans, tokens, to_rows, from_rows = map(_contiguous, arrays)
     assert to_spans.shape == from_spans.shape == tokens.shape
     assert to_rows.shape == from_rows.shape
-    library = _library()
-    if library is not None:
+    if _IS_COMPILED:
         placing = _Placing(
             destination_address,
             source_address,
@@ -116,7 +142,7 @@ def place(
             num_dims,
             *(_Grain(g.token, g.dim, _FORMATS.index(g.dtype)) for g in (destination, source)),
         )
-        library.place(placing)
+        _kv_copy.place(placing)
         return
     for to_span, from_span, count in zip(to_spans, from_spans, tokens, strict=True):
         for to_row, from_row in zip(to_rows, from_rows, strict=True):
@@ -128,33 +154,7 @@ def place(
 
 def is_compiled() -> bool:
     """Whether the compiled copies are there."""
-    return _library() is not None
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    folder = Path(__file__).parent
-    paths = (folder / f"_kv_copy{suffix}" for suffix in EXTENSION_SUFFIXES)
-    path = next((path for path in paths if path.exists()), None)
-    if path is None:
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-        bind(library)
-    except (OSError, AttributeError):  # of another machine, or of other code
-        return None
-    return library
-
-
-def bind(library: ctypes.CDLL) -> None:
-    """Tell ctypes what the functions take."""
-    address, number = ctypes.c_void_p, ctypes.c_int64
-    library.copy_runs.argtypes = (*(address,) * 5, number)
-    library.copy_runs.restype = None
-    library.copy_run.argtypes = (address, address, number)
-    library.copy_run.restype = None
-    library.place.argtypes = (ctypes.POINTER(_Placing),)
-    library.place.restype = None
+    return _IS_COMPILED
 
 
 def _contiguous(array: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,26 +1,30 @@
-"""The compiled copies under the address and undefined-behaviour sanitizers."""
+"""What is compiled for KV under the address and undefined-behaviour sanitizers."""
 
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 import neuron_di_bindings
 
-SOURCE = Path(neuron_di_bindings.__file__).parent / "kv_copy.c"
+SOURCE = Path(neuron_di_bindings.__file__).parent / "_kv_copy.c"
 
 # Arrays of exactly the size that the copies may touch: one byte beyond is not ours.
 SCRIPT = """
-import ctypes, sys
+import sys
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 import numpy as np
-from neuron_di_bindings import run_copy
+from neuron_di_bindings import block_runs, run_copy
 
-library = ctypes.CDLL(sys.argv[1])
-run_copy.bind(library)
-run_copy._library = lambda: library
+loader = ExtensionFileLoader("_kv_copy", sys.argv[1])
+library = module_from_spec(spec_from_loader("_kv_copy", loader))
+for user in (block_runs, run_copy):
+    user._kv_copy, user._IS_COMPILED = library, True
 excess = int(sys.argv[2])
 rng = np.random.default_rng(3)
 
@@ -59,6 +63,34 @@ for _ in range(150):
         destination_rows=destination.ctypes.data + np.arange(rows) * ours[1],
         source_rows=np.arange(rows) * theirs[1], num_dims=dims,
         destination=target, source=grain)
+
+for count in [1, 2, *rng.integers(1, 300, 150).tolist()]:
+    for dtype in (list, tuple):
+        assert block_runs.as_int64(dtype(range(count))).tolist() == list(range(count))
+    ids, others = rng.permutation(count), np.arange(count) + rng.integers(0, 9)
+    rows = block_runs.join_blocks(ids, others, 64)
+    assert rows[2].sum() == count * 64
+    unit = int(rng.choice([1, 3, 64, 4096]))
+    lengths = rng.integers(1, 70, count) * unit
+    starts = np.cumsum(np.append(0, lengths[:-1]))
+    end, order = int(lengths.sum()), rng.permutation(count)
+    rows = starts[order], starts[order], lengths[order]
+    assert block_runs.are_sound(*rows, ids, end, end, count)
+    assert not block_runs.are_sound(*rows, ids, end, end - 1, count)
+    assert count < 2 or not block_runs.are_sound(*rows, ids, end, end, count - 1)
+    if count > 1:
+        rows[1][0] = rows[1][1]
+        assert not block_runs.are_sound(*rows, ids, end, 2 * end, count)
+    far = rng.integers(-2**63, 2**63 - 1, (3, count))
+    assert not block_runs.are_sound(*far, ids, end, end, count)
+    words = block_runs.Words(rng.integers(0, 1 << 56, count).astype(np.uint64))
+    assert block_runs.are_words(words, ids, words.table[ids].tolist())
+    source, destination = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
+    ones = np.ones(count, np.int64)
+    assert run_copy.copy_promised(
+        destination_address=destination.ctypes.data, source_address=source.ctypes.data,
+        destination_offsets=ids, source_offsets=ids, lengths=ones,
+        words=words, ids=ids, numbers=words.table[ids].tolist())
 print("whole")
 """
 
@@ -78,7 +110,8 @@ def sanitized(tmp_path_factory):
     library = tmp_path_factory.mktemp("sanitized") / "kv_copy.so"
     flags = ["-std=gnu11", "-O1", "-g", "-fno-omit-frame-pointer", "-shared", "-fPIC"]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    command = [compiler, *flags, *sanitizers, "-o", str(library), str(SOURCE)]
+    include = f"-I{sysconfig.get_path('include')}"
+    command = [compiler, *flags, *sanitizers, include, "-o", str(library), str(SOURCE)]
     subprocess.run(command, check=True)
     return library, runtime
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from neuron_di_bindings import run_copy
+from neuron_di_bindings import block_runs, run_copy
+from neuron_di_bindings.block_runs import Words
 from neuron_di_bindings.run_copy import Grain
 
 BITS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
@@ -22,7 +23,8 @@ both_ways = settings(
 @pytest.fixture(params=["compiled", "plain"], autouse=True)
 def way(request, monkeypatch):
     if request.param == "plain":
-        monkeypatch.setattr(run_copy, "_library", lambda: None)
+        monkeypatch.setattr(run_copy, "_IS_COMPILED", False)
+        monkeypatch.setattr(block_runs, "_IS_COMPILED", False)
     elif not COMPILED:
         pytest.skip("the compiled copies are not built")
     assert run_copy.is_compiled() == (request.param == "compiled")
@@ -119,6 +121,39 @@ def test_lists_that_are_not_contiguous_are_read_as_they_are():
     expected = copied(source, destination, table.tolist())
     copy(source, destination, table)
     assert np.array_equal(destination, expected)
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "not-contiguous"])
+@pytest.mark.parametrize("numbers", [[7, 8], np.array([7, 8]), [np.int64(7), np.uint64(8)]])
+def test_a_promise_is_checked_after_the_copy(step, numbers):
+    source, words = noise(64), np.array([0, 7, 0, 8], np.uint64)
+    columns = np.zeros((3, 2 * step), np.int64)[:, ::step]
+    columns[:] = np.array([[0, 20], [10, 30], [4, 5]])
+    expected = copied(source, np.zeros(64, np.uint8), columns.T.tolist())
+
+    def copy_promised(ids, numbers):
+        destination = np.zeros(64, np.uint8)
+        is_kept = run_copy.copy_promised(
+            destination_address=destination.ctypes.data,
+            source_address=source.ctypes.data,
+            source_offsets=columns[0],
+            destination_offsets=columns[1],
+            lengths=columns[2],
+            words=Words(words),
+            ids=ids,
+            numbers=numbers,
+        )
+        assert np.array_equal(destination, expected)
+        return is_kept
+
+    assert copy_promised([1, 3], numbers)
+    assert copy_promised(np.array([1, 3]), numbers)
+    assert not copy_promised(np.array([1, 2]), numbers)
+    assert not copy_promised(np.array([1]), numbers)
+    words[3] += 1
+    assert not copy_promised(np.array([1, 3]), numbers)
+    with pytest.raises(IndexError):
+        copy_promised(np.array([1, 4]), numbers)
 
 
 def converted(bits, source, destination):

@@ -342,6 +342,29 @@ def test_a_share_that_is_not_there_cannot_be_read(both: Scene) -> None:
     own.close()
 
 
+def test_a_reader_outlives_a_worker_that_says_it_has_more_than_there_is(both: Scene) -> None:
+    pool = both.prefill.pool
+    pid = os.fork()
+    if pid == 0:
+        peer = open_peer_pool(pool.region(), LAYOUT)
+        pool.arena._granted[0] = 100_000  # the file did not grow
+        last = peer._arena.data_offset + peer.num_blocks * LAYOUT.block_bytes - 1
+        os._exit(peer._arena.view[last] + peer.num_blocks)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 12
+    assert pool.arena.num_granted == both.decode.pool.arena.num_granted == 12
+    third = both.join("decode-1")  # and what is granted next is there
+    assert third.pool.block_ids() == list(range(12, 18))
+    third.pool.close()
+
+
+def test_a_share_that_nobody_reads_any_more_keeps_no_descriptor(both: Scene) -> None:
+    before = os.listdir("/proc/self/fd")
+    peer = open_peer_pool(both.prefill.pool.region(), LAYOUT)
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    del peer
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_generations_of_a_share_are_those_of_the_words(both: Scene) -> None:
     pool = both.prefill.pool
     assert pool.generations([BlockId(0), BlockId(5)]) == [1, 1]

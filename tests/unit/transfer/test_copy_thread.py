@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from neuron_di.errors import KvChanged, LocalProtocolError
-from neuron_di.transfer import TransferToken
+from neuron_di.transfer import TransferToken, copy_thread
 from neuron_di.transfer.copy_thread import CopyThread
 
 WAIT_S = 30.0
@@ -105,6 +105,39 @@ def test_a_short_copy_is_made_here_again_once_the_thread_has_nothing_to_do(
     assert copies.made[-1][1]
 
 
+def test_short_copies_leave_the_poster_three_quarters_of_its_time(
+    thread: CopyThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(copy_thread, "now_s", lambda: now[0])
+    poster = threading.get_ident()
+
+    def is_made_here(copy_s: float) -> bool:
+        made_by: list[int] = []
+
+        def copy() -> None:
+            made_by.append(threading.get_ident())
+            now[0] += copy_s if made_by == [poster] else 0.0
+
+        token = TransferToken()
+        thread.post(copy, 8, token, is_short=True)
+        wait_for(token)
+        while thread._num_open:  # the token is done a moment before the thread is idle
+            pass
+        return made_by == [poster]
+
+    assert is_made_here(2.0)
+    for _ in range(3):
+        assert not is_made_here(2.0)
+    now[0] += 5.75
+    assert not is_made_here(2.0)
+    now[0] += 0.25
+    assert is_made_here(0.5)
+    now[0] += 1.5
+    assert is_made_here(0.5)
+    assert not is_made_here(0.5)
+
+
 def test_a_short_copy_that_fails_ends_its_token_and_nothing_else(thread: CopyThread) -> None:
     def fail() -> None:
         raise ValueError("no such memory")
@@ -115,9 +148,12 @@ def test_a_short_copy_that_fails_ends_its_token_and_nothing_else(thread: CopyThr
     assert token.kv_bytes == 0
     token = TransferToken()
     thread.post(lambda: KvChanged("it was given up"), 8, token, is_short=True)
+    wait_for(token)
     assert isinstance(token.error(), KvChanged)
     assert token.kv_bytes == 0
-    assert Copies(thread).post("next").error() is None
+    token = Copies(thread).post("next")
+    wait_for(token)
+    assert token.error() is None
 
 
 @pytest.mark.parametrize("is_short", [True, False])

@@ -1,8 +1,9 @@
 """What the engine of one host keeps mapped, and for how long."""
 
+import os
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,15 @@ import pytest
 from neuron_di.errors import (
     KvChanged,
     LocalProtocolError,
+    NeuronDiError,
     PeerGone,
     PeerRefused,
+    RemoteProtocolError,
     StaleIncarnation,
 )
-from neuron_di.kv import KvLayout, KvPool, whole_block_runs
+from neuron_di.kv import ArenaPool, KvLayout, KvPool, create_arena, whole_block_runs
 from neuron_di.transfer import BlockSource, Receive, ShmEngine
-from neuron_di.types import BlockId, Incarnation
+from neuron_di.types import BlockId, Incarnation, WorkerId
 from neuron_di.wire import TcpRegion
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
@@ -94,6 +97,44 @@ def test_the_pool_of_a_peer_with_another_block_size_can_be_read() -> None:
             assert ended.wait(30.0)
             assert token.error() is None
             assert own.view(BlockId(1)) == peer.view(BlockId(2))[3 * LAYOUT.block_bytes :]
+
+
+def test_blocks_that_an_arena_got_after_the_connection_can_be_read() -> None:
+    arena_fd = create_arena()
+    names = [WorkerId("one"), WorkerId("other")]
+    with pool_of("own") as own, closing(ShmEngine(own)) as engine, ExitStack() as stack:
+        stack.callback(os.close, arena_fd)
+
+        def join(name: WorkerId) -> ArenaPool:
+            pool = ArenaPool.join(arena_fd, name, LAYOUT, 2, Incarnation(name))
+            stack.callback(pool.close)
+            return pool
+
+        peer = join(names[0])
+        engine.connect(peer.incarnation, peer.region(), LAYOUT)
+
+        def read(block_id: int) -> NeuronDiError | None:
+            """Whosever it is: as runs say, and no promise."""
+            receive = Receive(
+                tag=0,
+                runs=whole_block_runs(LAYOUT, [block_id], [1]),
+                memory=own.memory(),
+                source=BlockSource([], []),
+            )
+            token = engine.post_receive(peer.incarnation, receive)
+            ended = threading.Event()
+            token.on_done(lambda _: ended.set())
+            assert ended.wait(30.0)
+            return token.error()
+
+        assert read(1) is None
+        assert isinstance(read(3), RemoteProtocolError)
+        other = join(names[1])
+        assert other.block_ids() == [2, 3]
+        other.view(BlockId(3))[:] = b"z" * LAYOUT.block_bytes
+        assert read(3) is None
+        assert own.view(BlockId(1)) == b"z" * LAYOUT.block_bytes
+        assert isinstance(read(4), RemoteProtocolError)
 
 
 def test_a_header_that_names_another_worker_or_size_is_no_connection() -> None:
