@@ -6,6 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 
 from neuron_di.clock import Deadline, now_s
+from neuron_di.config import child_environment
 from neuron_di.errors import ConfigError, NeuronDiError, PeerGone, PeerTimeout
 from neuron_di.obs import LaunchReport, get_logger, heard
 
@@ -85,6 +86,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
             pass_fds=self._pass_fds(),
+            env=child_environment(),
         )
         try:
             async with asyncio.timeout(deadline.remaining_s()):

@@ -9,11 +9,12 @@
 
 Rates and times are of the last seconds. `moving`: requests whose KV is parked, or being received.
 Where there is room, more comes behind that: to how many workers it has a connection (`peers`),
-how long ago it started, how many requests it computes together, its model and its KV layout.
+how long ago it started, by what its KV comes (`lanes`: "shm 2, tcp 1" from three workers), how many
+requests it computes together, its model and its KV layout.
 """
 
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -35,7 +36,10 @@ REFRESHES_PER_S = 4  # so that a terminal of another size is drawn anew at once
 BAR_CHARS = 12
 WIDE_CHARS = 76  # of a terminal that shows what each worker does
 FULL_CHARS = 98  # and how it is connected
-VAST_CHARS = 140  # and what it is
+LANES_CHARS = 118  # and by what
+VAST_CHARS = 150  # and what it is
+LONG_CHARS = 162  # with a long model's name
+LANES_CHARS_MAX = 18
 NAME_CHARS_MAX = {True: 18, False: 12}  # of a worker; a longer one loses its middle
 HALF_CHARS = 38  # of the lines above the table
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -185,11 +189,11 @@ def _table(before: Look, last: Look, num_chars: int) -> Table:
         table.add_column("KV in/s", no_wrap=True, justify="right")
     else:
         table.add_column("KV", no_wrap=True, justify="right")
-    more: tuple[str, ...] = ("peers", "age", "slots", "model", "layout")
-    more = more[: 5 if num_chars >= VAST_CHARS else 2 if is_full else 0]
+    more = _more_names(num_chars)
     for name in more:
-        is_number = name in more[:3]
+        is_number = name in ("peers", "age", "slots")
         table.add_column(name, no_wrap=True, justify="right" if is_number else "left")
+    model_chars = MODEL_CHARS_MAX if num_chars >= LONG_CHARS else MODEL_CHARS_MAX // 2
     received = before.kv_bytes()
     duration_s = last.at_s - before.at_s
     for worker in last.status.workers:
@@ -198,7 +202,7 @@ def _table(before: Look, last: Look, num_chars: int) -> Table:
         if not is_wide:
             cells = [cells[place] for place in (0, 2, 3, 4, 6)]
         cells[0] = _short(cells[0], name_chars)
-        cells += _more_cells(worker)[: len(more)]
+        cells += _more_cells(worker, model_chars)[: len(more)]
         table.add_row(*map(Text, cells), style=_style(worker))
     return table
 
@@ -224,13 +228,28 @@ def _cells(
     ]
 
 
-def _more_cells(worker: WorkerReport) -> list[str]:
+def _more_names(num_chars: int) -> tuple[str, ...]:
+    """Of the columns that say more, those that there is room for."""
+    names = ("peers", "age", "lanes", "slots", "model", "layout")
+    num_shown = {FULL_CHARS: 2, LANES_CHARS: 3, VAST_CHARS: 6}
+    return names[: max((n for chars, n in num_shown.items() if num_chars >= chars), default=0)]
+
+
+def _more_cells(worker: WorkerReport, model_chars: int) -> list[str]:
     """What a row says of the worker itself."""
     record = worker.record if worker.status is None else worker.status.record
     age = "" if worker.age_s is None else shown_duration(worker.age_s)
-    model = _short(printable(record.model.rpartition("/")[2]), MODEL_CHARS_MAX)
+    model = _short(printable(record.model.rpartition("/")[2]), model_chars)
     layout = printable(shown_digest(record.layout_digest))
-    return [str(len(record.connections)), age, str(record.slots), model, layout]
+    return [str(len(record.connections)), age, _lanes(worker), str(record.slots), model, layout]
+
+
+def _lanes(worker: WorkerReport) -> str:
+    """How many peers' KV comes by which engine. Empty for those that receive none."""
+    lanes = worker.status.lanes if worker.status is not None else ()
+    counts = Counter(lane.engine for lane in lanes).most_common()
+    words = printable(", ".join(f"{name} {n}" for name, n in counts))
+    return words if len(words) <= LANES_CHARS_MAX else f"{words[: LANES_CHARS_MAX - 1]}…"
 
 
 def _short(name: str, num_chars: int) -> str:

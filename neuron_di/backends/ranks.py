@@ -22,6 +22,7 @@ from neuron_di.backends.rank_messages import (
     reply_decoder,
 )
 from neuron_di.clock import Deadline
+from neuron_di.config import child_environment
 from neuron_di.errors import BackendLost, ConfigError, RemoteProtocolError
 from neuron_di.obs import get_logger
 
@@ -134,6 +135,7 @@ class _RankProcess:
                     [sys.executable, "-m", module, *map(str, fds)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,  # ours is for the launcher's ears
+                    env=child_environment(),
                     pass_fds=fds,
                     start_new_session=True,  # Ctrl-C is for the first rank
                 )

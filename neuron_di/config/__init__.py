@@ -1,6 +1,7 @@
 """What a process is told at its start: typed options from flags, environment and a TOML file."""
 
 from neuron_di.config.descriptor_limit import raise_descriptor_limit
+from neuron_di.config.environment import child_environment
 from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.exposure import is_loopback
 from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
@@ -36,6 +37,7 @@ __all__ = [
     "WorkerAddressOptions",
     "WorkerOptions",
     "add_flags",
+    "child_environment",
     "flags_of",
     "is_loopback",
     "load_options",

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from neuron_di.clock import Deadline, now_s
+from neuron_di.config import child_environment
 from neuron_di.errors import ConfigError, PeerError
 from neuron_di.etcd.client import EtcdClient
 from neuron_di.etcd.failures import one_line
@@ -113,6 +114,7 @@ class ChildEtcd:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for us: it ends when we end
+            env=child_environment(),
         )
         assert self._process.stderr is not None
         self._hearing = asyncio.create_task(self._hear(self._process.stderr))

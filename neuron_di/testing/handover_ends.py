@@ -7,15 +7,13 @@ model must notice each.
 """
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Word = tuple[str, int]  # owner, generation
 Steps = Generator["Access", Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """One access to what both ends share. `args` are the accesses' own."""
 
     kind: str
@@ -26,8 +24,7 @@ def _ask(kind: str, *args: Any) -> Access:
     return Access(kind, args)
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     own: Word
     source_id: int
     source: Word
@@ -35,8 +32,7 @@ class Offer:
     lead: Word
 
 
-@dataclass(frozen=True, slots=True)
-class Bugs:
+class Bugs(NamedTuple):
     """Protections that are left out."""
 
     stores_lead: bool = False  # in take: set it, whatever is there

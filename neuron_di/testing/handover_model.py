@@ -19,9 +19,9 @@ Next: neuron_di/testing/handover_ends.py
 import sys
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from neuron_di.testing.handoff_world import Violation
 from neuron_di.testing.handover_ends import (
@@ -42,8 +42,7 @@ _ENDED: Final = Access("ended")
 _PRIVATE = frozenset({"choose", "use", "leave", "write", "read", "promise", "open gate"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
+class _Process(NamedTuple):
     """One end: its program, and the answers to all that it asked of the memory."""
 
     slot: str
@@ -51,9 +50,11 @@ class _Process:
     heard: tuple[Hashable, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _World:
-    """Shared memory, locks and messages, and who may use which block."""
+class _World(NamedTuple):
+    """Shared memory, locks and messages, and who may use which block.
+
+    A tuple: hundreds of thousands are made and hashed, which is much quicker in C.
+    """
 
     ends: tuple[_Process, ...]
     words: tuple[tuple[str, int], ...]  # by block: owner, generation
@@ -146,11 +147,11 @@ def _steps(world: _World, index: int, bugs: Bugs) -> list[tuple[str, _World]]:
     steps = []
     for answer, there in _done(world, process, access):
         label = f"{process.slot} {access.kind} {access.args} -> {answer}"
-        heard = replace(process, heard=(*process.heard, answer))
+        heard = process._replace(heard=(*process.heard, answer))
         following = _next_access(heard, bugs)
         if following is _ENDED:
             heard = _Process(process.slot, "nothing")  # how it came to that matters no more
-        there = replace(there, ends=_with(there.ends, index, heard))
+        there = there._replace(ends=_with(there.ends, index, heard))
         if following.kind in _PRIVATE:
             steps += [(f"{label}; {then}", last) for then, last in _steps(there, index, bugs)]
         else:
@@ -162,8 +163,7 @@ def _crashed(world: _World, index: int) -> _World:
     """A process is gone with its locks; another of its name begins, sooner or later."""
     slot = world.ends[index].slot
     again = _Process(slot, "join")
-    return replace(
-        world,
+    return world._replace(
         ends=_with(world.ends, index, again),
         users=tuple("" if user == slot else user for user in world.users),
         gate=tuple(holder for holder in world.gate if holder.strip("!") != slot),
@@ -187,14 +187,14 @@ def _done(world: _World, process: _Process, access: Access) -> list[tuple[Hashab
             block, expected, desired = args
             if world.words[block] != expected:
                 return [(False, world)]
-            return [(True, replace(world, words=_with(world.words, block, desired)))]
+            return [(True, world._replace(words=_with(world.words, block, desired)))]
         case "store":
-            return [(True, replace(world, words=_with(world.words, *args)))]
+            return [(True, world._replace(words=_with(world.words, *args)))]
         case "offer":
             own_id, offer = args
             offers, hints = world.offers, world.hints
             offers, hints = _with(offers, own_id, offer), _with(hints, offer.source_id, own_id)
-            return [(None, replace(world, offers=offers, hints=hints))]
+            return [(None, world._replace(offers=offers, hints=hints))]
         case "read offer":
             return [(world.offers[args[0]], world)]
         case "read hint":
@@ -210,11 +210,11 @@ def _done(world: _World, process: _Process, access: Access) -> list[tuple[Hashab
 def _gated(world: _World, slot: str, access: Access) -> list[tuple[Hashable, _World]]:
     others = tuple(holder for holder in world.gate if holder.strip("!") != slot)
     if access.kind == "open gate":
-        return [(None, replace(world, gate=others))]
+        return [(None, world._replace(gate=others))]
     is_alone = access.args[0]
     if others and (is_alone or any(holder.startswith("!") for holder in others)):
         return []
-    return [(None, replace(world, gate=(*others, f"!{slot}" if is_alone else slot)))]
+    return [(None, world._replace(gate=(*others, f"!{slot}" if is_alone else slot)))]
 
 
 def _used(world: _World, slot: str, access: Access) -> list[tuple[Hashable, _World]]:
@@ -225,17 +225,17 @@ def _used(world: _World, slot: str, access: Access) -> list[tuple[Hashable, _Wor
             if users[block] not in ("", slot):
                 raise Violation(f"block {block} is used by two", [label])
             users = _with(users, block, slot)
-        return [(None, replace(world, users=users))]
+        return [(None, world._replace(users=users))]
     if access.kind == "leave":
         users = world.users
         for block in access.args:
             users = _with(users, block, "")
-        return [(None, replace(world, users=users))]
+        return [(None, world._replace(users=users))]
     block, content = access.args
     if access.kind == "write":
         if world.users[block] != slot:
             raise Violation(f"block {block} is written to by who does not own it", [label])
-        return [(None, replace(world, contents=_with(world.contents, block, content)))]
+        return [(None, world._replace(contents=_with(world.contents, block, content)))]
     if world.users[block] != slot or world.contents[block] != content:
         raise Violation(f"block {block} does not hold what was promised", [label])
     return [(None, world)]
@@ -245,7 +245,7 @@ def _said(world: _World, process: _Process, access: Access) -> list[tuple[Hashab
     args = access.args
     match access.kind:
         case "promise":
-            return [(None, replace(world, promises=(*world.promises, args)))]
+            return [(None, world._replace(promises=(*world.promises, args)))]
         case "hear promise":
             if args[0] < len(world.promises):
                 return [(world.promises[args[0]], world)]

@@ -100,6 +100,7 @@ class NeuronConnector:
         self.landing = _landing(lanes, pool, options)
         self.connection_dict: dict[tuple[str, int, Incarnation], RecvBuffer] = {}
         self._retired: list[RecvBuffer] = []  # each until its last request is over
+        self._trials: list[RecvBuffer] = []  # beside a buffer whose lane is a fallback
 
     def open_send_buffer(self, on_end: OnEnd) -> SendBuffer:
         """Prefill, once at start: bind the signal link."""
@@ -137,6 +138,7 @@ class NeuronConnector:
         """
         buffer = self.buffer_for(peer)
         buffer.asked_s = now_s()
+        self._try_better(buffer)
         return buffer
 
     def buffer_for(self, peer: PeerAddress) -> RecvBuffer:
@@ -150,24 +152,55 @@ class NeuronConnector:
             self._retired.append(self.connection_dict.pop(key))
             buffer = None
         if buffer is None:
-            self._num_connections += 1
-            buffer = RecvBuffer(
-                self._local,
-                self._lanes,
-                self.landing,
-                self._transport,
-                self._pool,
-                peer,
-                limits=self._options.limits,
-                counters=self.counters,
-                connection=self._num_connections,
-                keys=self._options.keys,
-                on_connected=self._on_connected,
-                on_broken=self._on_broken,
-            )
-            self.connection_dict[key] = buffer
+            buffer = self.connection_dict[key] = self._make_buffer(peer, self._lanes)
             _log.info("recv_buffer_made", peer=peer.worker_id)
         return buffer
+
+    def _make_buffer(self, peer: PeerAddress, lanes: LaneSet) -> RecvBuffer:
+        self._num_connections += 1
+        return RecvBuffer(
+            self._local,
+            lanes,
+            self.landing,
+            self._transport,
+            self._pool,
+            peer,
+            limits=self._options.limits,
+            counters=self.counters,
+            connection=self._num_connections,
+            keys=self._options.keys,
+            on_connected=self._on_connected,
+            on_broken=self._on_broken,
+        )
+
+    def _try_better(self, buffer: RecvBuffer) -> None:
+        """Where its lane is a fallback, see now and then whether a better one works by now.
+
+        Requests go by the lane there is, until the other has proved itself; and while a link is
+        ending, whose lane may be the better one, nothing is tried.
+        """
+        others = [*self._retired, *self._trials]
+        if (
+            buffer.is_connected
+            and buffer.lane is not None
+            and not any(other.peer.incarnation == buffer.peer.incarnation for other in others)
+            and (better := self._lanes.better_than(buffer.lane)) is not None
+        ):
+            self._trials.append(self._make_buffer(buffer.peer, better))
+
+    def _end_trial(self, trial: RecvBuffer) -> None:
+        """Its lane works: let further requests go by it, unless a new link is there or comes."""
+        self._trials.remove(trial)
+        peer = trial.peer
+        key = (peer.signal_host, peer.signal_port, peer.incarnation)
+        before = self.connection_dict.get(key)
+        if before is not None and (before.lane is None or not before.lane.is_fallback):
+            trial.close()
+            return
+        if before is not None:
+            before.is_retired = True
+            self._retired.append(before)
+        self.connection_dict[key] = trial
 
     def may_talk_to(self, peer: PeerAddress) -> bool:
         """Decode: whether this is not another than the only partner, if there is one."""
@@ -186,6 +219,8 @@ class NeuronConnector:
         return msgspec.structs.replace(peer, signal_key=static_key)
 
     def _on_connected(self, buffer: RecvBuffer) -> None:
+        if buffer in self._trials:
+            self._end_trial(buffer)
         self.on_change(buffer)
 
     def _on_broken(self, broken: RecvBuffer) -> None:
@@ -196,6 +231,9 @@ class NeuronConnector:
             del self.connection_dict[key]
         if broken in self._retired:
             self._retired.remove(broken)
+        if is_trial := broken in self._trials:
+            self._trials.remove(broken)
+            _log.info("lane_not_better", peer=peer.worker_id)
         others = [b for b in self._buffers() if b.peer.incarnation == peer.incarnation]
         if not others:
             self._lanes.disconnect(peer.incarnation)
@@ -203,11 +241,12 @@ class NeuronConnector:
             other.lane is None or other.lane.name == broken.lane.name for other in others
         ):
             broken.lane.engine.disconnect(peer.incarnation)  # the others go by another way
-        self.on_change(broken)
+        if not is_trial:
+            self.on_change(broken)
 
     def buffers(self) -> list[RecvBuffer]:
-        """All there are, with those that are retired."""
-        return [*self.connection_dict.values(), *self._retired]
+        """All there are, with those that are retired, or tried."""
+        return [*self.connection_dict.values(), *self._retired, *self._trials]
 
     def _buffers(self) -> list[RecvBuffer]:
         return [buffer for buffer in self.buffers() if not buffer.is_broken]

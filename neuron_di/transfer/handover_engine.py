@@ -181,6 +181,8 @@ class HandoverEngine:
             job.token.complete(error)  # they are verified, and taken, right here
         except Exception:
             _log.exception("transfer_callback_failed")
+            with self._lock:  # nobody takes it, and whoever is promised the same blocks may
+                self._open.pop(job.key, None)
 
     def _look(self, job: Job) -> NeuronDiError | None:
         """Why the blocks cannot be read and taken. None: they can; what was promised is kept."""

@@ -3,10 +3,13 @@
     both say what they have      KvMapInit, KvMap: an offer per engine, the preferred first
     decode tries them in turn    the first whose connection proves itself is the lane
     a lane that fails            its link breaks; for a while it is tried after all others
+    after a fallback             a second link tries those that go before it again, and later each
+                                 time; once one of them works it takes the place of the first
 
-Every pair has one lane at a time. It is chosen by the decode worker, which names it in each Pull.
+Every link has one lane. It is chosen by the decode worker, which names it in each Pull.
 """
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,6 +34,8 @@ from neuron_di.wire import Offer
 
 SUSPECTED_S = 60.0  # how long a lane that failed is tried after all others
 SUSPECTS_MAX = 1024
+RETRY_S = 60.0  # from a fallback to the next look at what goes before it; twice as long each time
+RETRY_S_MAX = 3600.0  # so that one that proves itself and then stalls does so seldom
 REASON_CHARS_MAX = 300  # of why a lane is what it is
 # Measured: where bytes take their time. Over shared memory a whole request is copied faster than
 # pieces are announced.
@@ -82,6 +87,8 @@ class LaneSet:
         self._registered: set[tuple[str, Memory]] = set()
         # Lanes that failed: until when that counts, and why.
         self._suspects: OrderedDict[tuple[Incarnation, str], tuple[Deadline, str]] = OrderedDict()
+        # Peers whose lane is a fallback, or was: when to try again, and how long that was put off.
+        self._retries: OrderedDict[Incarnation, tuple[Deadline, float]] = OrderedDict()
 
     @property
     def names(self) -> list[str]:
@@ -146,12 +153,41 @@ class LaneSet:
                 )
                 with self._lock:
                     self._log.info("lane_chosen", lane=name, reason=lane.reason)
+                    if lane.is_fallback:
+                        self._put_off(peer)
                 return lane
         if failure is None:
             raise PeerRefused(f"no transfer engine in common: {self._reason(words)}")
         if len(self.engines) > 1:
             failure = type(failure)(self._reason(words))
         raise failure
+
+    def better_than(self, lane: Lane) -> "LaneSet | None":
+        """These lanes without `lane` and those behind it, for a link that tries them anew.
+
+        The lane itself stays as it is. None: it is no fallback, or it is not the time yet.
+        """
+        peer, before = lane.peer, self.engines[: self.engines.index(lane.engine)]
+        if not lane.is_fallback or self._is_behind_suspects(peer, lane.engine):
+            return None
+        with self._lock:
+            due, _ = self._retries.get(peer, (None, 0.0))
+            if due is None or due.has_passed():
+                self._put_off(peer)
+            if due is None or not due.has_passed():
+                return None
+        better = copy.copy(self)  # what it learns is known here
+        better.engines = before
+        return better
+
+    def _put_off(self, peer: Incarnation) -> None:
+        """Try no lane before a fallback for a while. Under the lock."""
+        _, wait_s = self._retries.get(peer, (None, 0.0))
+        wait_s = min(max(RETRY_S, 2 * wait_s), RETRY_S_MAX)
+        self._retries[peer] = (Deadline.after(wait_s), wait_s)
+        self._retries.move_to_end(peer)
+        if len(self._retries) > SUSPECTS_MAX:
+            self._retries.popitem(last=False)
 
     def accept(self, peer: Incarnation, offers: Sequence[Offer], layout: KvLayout) -> None:
         """Prefill side: prepare the engines that both have. May block.
@@ -205,6 +241,7 @@ class LaneSet:
         """Forget a peer, on whichever engine. Unknown peers are ignored."""
         with self._lock:
             self._accepted.pop(peer, None)
+            self._retries.pop(peer, None)
         for engine in self.engines:
             engine.disconnect(peer)
 

@@ -64,9 +64,10 @@ class DecodeWorker:
         key = (leg.request_id, leg.attempt)
         with self._legs.open(key, leg.timeout_s) as queue:
             reach("queued")
-            buffer = self._connector.maybe_setup_buffer(leg.prefill)
+            self._connector.maybe_setup_buffer(leg.prefill)
             with queue.interruptible():
                 rules = await self._prompts.rules_of(leg.sampling)  # while prefill computes
+                buffer = self._connector.maybe_setup_buffer(leg.prefill)  # another one by now?
                 ready = await buffer.lookup(*key, queue.deadline, self._on_lost)
             incoming = self._incoming[key] = _Incoming(buffer, ready)
             try:

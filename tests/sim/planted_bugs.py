@@ -23,6 +23,8 @@ from neuron_di.testing.sim_legs import SimLeg
 from neuron_di.testing.sim_worker import SimWorker
 from neuron_di.transfer import RecvBuffer, SendBuffer, kv_receiver
 from neuron_di.transfer.kv_receiver import KvReceiver
+from neuron_di.transfer.lanes import Lane
+from neuron_di.transfer.layer_receiver import LayerReceiver
 from neuron_di.transfer.recv_entry import Entry
 from neuron_di.transfer.send_peers import SendPeers
 from neuron_di.types import Incarnation, Role
@@ -122,6 +124,12 @@ def _taking_blindly(real: Callable, self: Ownership, group: Group, peer: int) ->
     if (self.known(group.given_ids) == group.given).all():  # else it takes nothing
         self.arena.words.store(group.source_ids, group.source)
     return real(self, group, peer)
+
+
+def _place_what_is_freed(real: Callable, self: LayerReceiver, entry: Entry, then: object) -> None:
+    assert entry.room is not None
+    self._landing.free(entry.room)
+    real(self, entry, then)
 
 
 def _free_at_once(self: Quarantine, block_ids: list[int], held_by: object) -> None:
@@ -239,6 +247,10 @@ PLANTED: dict[str, Plant] = {
     "blocks are reused while they are written": _instead(Quarantine, "give_back", _free_at_once),
     "a block is given to two requests": _around(BlockPool, "allocate", _allocate_twice),
     "blocks are taken that were given up": _around(Ownership, "_take", _taking_blindly),
+    "what was verified is never taken": _instead(Lane, "commit", _nothing),
+    "landing memory is free before it is read": _around(
+        LayerReceiver, "place", _place_what_is_freed
+    ),
     # Delivery.
     "a failed leg says that it finished": lambda: mock.patch(
         "neuron_di.testing.sim_legs.failed", _fails_as_success

@@ -9,13 +9,28 @@ from neuron_di.testing.sim import describe, main
 from neuron_di.testing.swarm import run_seed
 
 SEEDS_MAX = 1000
+# The first seed that notices, where that is a late one: it is tried before all others. Where the
+# simulation has changed since, it may be another run and notice nothing: then all are tried.
+NOTICED_BY = {
+    "layers that came early are believed": 21,
+    "blocks are reused while they are written": 438,
+    "blocks are taken that were given up": 166,
+    "a continuation starts from nothing": 49,
+    "errors of the engine are dropped": 215,
+    "nothing is tried again": 31,
+    "a leg that is not wanted is not closed": 32,
+    "an ended decode leg forgets its hand-over": 32,
+    "blocks that are given up look as before": 77,
+    "a lost worker's legs are not told": 82,
+    "a worker that drains takes new legs": 45,
+}
 CAUGHT = []
 
 
 def seed_that_notices(name):
-    """The first seed that breaks a promise while this bug is there; None: no seed does."""
+    """A seed that breaks a promise while this bug is there; None: no seed does."""
     with PLANTED[name]():
-        for seed in range(SEEDS_MAX):
+        for seed in (NOTICED_BY.get(name, 0), *range(SEEDS_MAX)):
             if run_seed(seed).failures:
                 return seed
     return None
@@ -38,6 +53,7 @@ def test_there_are_enough_of_them(capsys):
     with capsys.disabled():
         sys.stdout.write(f"\n  caught/planted in this run: {len(CAUGHT)}/{len(PLANTED)} ")
     assert len(PLANTED) >= 20
+    assert set(NOTICED_BY) <= set(PLANTED)
 
 
 @pytest.mark.parametrize("name", MASKED)

@@ -173,6 +173,18 @@ def test_another_pool_takes_the_place_of_the_first(llama_folder: Path) -> None:
         assert not torch.equal(first, second)
 
 
+def test_a_rank_does_not_get_the_keys_of_whoever_started_it(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_NEURON_DI", "an-operators-key")
+    monkeypatch.setenv("NEURON_RT_LOG_LEVEL", "WARN")
+    with ranks(llama_folder) as backend:
+        (pid,) = backend.rank_pids
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert b"NEURON_RT_LOG_LEVEL=WARN" in environment
+    assert not [each for each in environment if each.startswith(b"KEY_")]
+
+
 def test_nothing_is_left_at_the_end(llama_folder: Path) -> None:
     fds = sorted(os.listdir("/proc/self/fd"))
     threads = threading.active_count()

@@ -24,6 +24,7 @@ from neuron_di.errors import ConfigError, PeerGone, RemoteProtocolError, Unautho
 from neuron_di.status import show_status
 from neuron_di.top import View, show_top
 from neuron_di.top_figures import quantile, rate
+from neuron_di.wire import LaneStatus
 from neuron_di_proxy.histogram import Histogram
 
 HOME = "\x1b[H"  # how a frame begins
@@ -49,6 +50,10 @@ def lines_of(view, width=80):
     with console.file:
         console.print(view)
     return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def lane_by(engine):
+    return LaneStatus(peer="prefill-0", engine=engine, reason="chosen", connect_s=0.1)
 
 
 def busy(num_bytes):
@@ -111,9 +116,13 @@ def test_a_frame_shows_load_times_and_each_worker(proxy, clock):
     ]
 
 
-@pytest.mark.parametrize(("width", "more"), [(100, 2), (150, 5)])
+MORE = ["peers", "age", "lanes", "slots", "model", "layout"]
+
+
+@pytest.mark.parametrize(("width", "more"), [(80, 0), (100, 2), (120, 3), (150, 6), (200, 6)])
 def test_a_wide_terminal_shows_what_each_worker_is(proxy, clock, width, more):
-    said = worker("decode", 0, num_running=12, num_blocks_free=25)
+    lanes = [lane_by(engine) for engine in ("tcp", "shm", "shm")]
+    said = worker("decode", 0, num_running=12, num_blocks_free=25, lanes=lanes)
     record = structs.replace(
         said.record,
         worker_id="decode-with-a-rather-long-name-in-rack-17",
@@ -127,10 +136,23 @@ def test_a_wide_terminal_shows_what_each_worker_is(proxy, clock, width, more):
     view = View(proxy.url, None)
     view.look()
     heading, row = lines_of(view, width)[4:6]
-    assert heading.split()[-more:] == ["peers", "age", "slots", "model", "layout"][:more]
-    assert row.split()[-more:] == ["2", "2d", "16", "A-Model-70B", "1f0c93aa…"][:more]
-    assert row.startswith("decode-w…n-rack-17  decode  ready   12 ")
+    assert re.split("  +", heading)[8:] == MORE[:more]
+    shown = ["2", "2d", "shm 2, tcp 1", "16", "A-Model-70B", "1f0c93aa…"]
+    assert re.split("  +", row.partition("0 B")[2])[1:] == shown[:more]
+    name = "decode-w…n-rack-17" if more else "decod…ack-17"
+    assert row.startswith(f"{name}  decode  ready   12 ")
     assert max(len(heading), len(row)) <= width
+
+
+def test_more_lanes_than_there_is_room_for_are_cut(proxy):
+    lanes = [lane_by(engine) for engine in ("handover",) * 12 + ("shm\x1b", "tcp")]
+    proxy.status = report(worker("prefill", 0), worker("decode", 0, lanes=lanes))
+    view = View(proxy.url, None)
+    view.look()
+    heading, prefill, decode = lines_of(view, 120)[4:7]
+    assert decode.endswith("  handover 12, shm?…")
+    assert len(heading) == decode.index("handover") + len("lanes")
+    assert prefill.endswith("0")
 
 
 @pytest.mark.parametrize("num_workers", [0, 60])

@@ -5,7 +5,7 @@ import itertools
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -23,12 +23,13 @@ from neuron_di.errors import (
 )
 from neuron_di.kv import ArenaPool, KvLayout, create_arena, whole_block_runs
 from neuron_di.transfer import BlockSource, Receive, TransferToken
-from neuron_di.transfer.handover_engine import HandoverEngine
+from neuron_di.transfer.handover_engine import HandoverEngine, Job
 from neuron_di.types import BlockId, Incarnation, WorkerId
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 PREFILL, DECODE = Incarnation("f0" * 16), Incarnation("d0" * 16)
 WAIT_S = 30.0
+Look = Callable[[Job], NeuronDiError | None]
 
 
 @dataclass
@@ -78,6 +79,16 @@ def pair() -> Iterator[Pair]:
     os.close(fd)
 
 
+def held(look: Look, may_look: threading.Event) -> Look:
+    """So that nothing ends before whoever posted it listens."""
+
+    def late(job: Job) -> NeuronDiError | None:
+        may_look.wait(WAIT_S)
+        return look(job)
+
+    return late
+
+
 def test_blocks_are_the_decode_workers_after_the_commit_and_not_before(pair: Pair) -> None:
     pair.prefill.tensor()[[1, 2]] = 5.0
     receive = pair.receive(pair.promised([1, 2]), [8, 9])
@@ -110,13 +121,8 @@ def test_what_the_decode_worker_gave_up_itself_is_not_given(pair: Pair) -> None:
 
 
 def test_what_was_given_up_before_the_thread_looked_is_not_given(pair: Pair) -> None:
-    look, may_look = pair.engine._look, threading.Event()
-
-    def late(job):
-        may_look.wait(WAIT_S)
-        return look(job)
-
-    pair.engine._look = late
+    may_look = threading.Event()
+    pair.engine._look = held(pair.engine._look, may_look)
     receive, ended = pair.receive(pair.promised([1, 2]), [8, 9]), threading.Event()
     token = pair.engine.post_receive(PREFILL, receive)
     token.on_done(lambda _: ended.set())
@@ -179,6 +185,18 @@ def test_a_promise_is_looked_at_by_one_receive(pair: Pair) -> None:
     source = pair.promised([1])
     assert pair.error_of(source, [8]) is None
     assert isinstance(pair.error_of(source, [9]), RemoteProtocolError)
+
+
+def test_a_promise_whose_verifier_failed_may_be_looked_at_again(pair: Pair) -> None:
+    def fail(_: TransferToken) -> None:
+        raise ValueError("neither taken nor abandoned")
+
+    source, may_look = pair.promised([1]), threading.Event()
+    pair.engine._look = held(pair.engine._look, may_look)
+    pair.engine.post_receive(PREFILL, pair.receive(source, [8])).on_done(fail)
+    may_look.set()
+    assert pair.error_of(source, [9]) is None
+    assert len(pair.engine._open) == 1
 
 
 @pytest.mark.parametrize("block_id", [-1, 16, 2**31, 2**62, 2**64])

@@ -4,9 +4,19 @@ import dataclasses
 
 import msgspec
 import pytest
-from transfer_kit import LAYOUT, BareDecode, R, end_of, kv_map_init, new_incarnation, pull_of, until
+from lane_kit import FAST, SAFE, engines, lane_of, named
+from transfer_kit import (
+    LAYOUT,
+    BareDecode,
+    LeapClock,
+    R,
+    end_of,
+    kv_map_init,
+    new_incarnation,
+    pull_of,
+    until,
+)
 
-from neuron_di import clock
 from neuron_di.clock import use_clock
 from neuron_di.errors import (
     PeerGone,
@@ -15,56 +25,10 @@ from neuron_di.errors import (
     RemoteProtocolError,
     StaleIncarnation,
 )
-from neuron_di.transfer import Send, ShmEngine, TransferToken, lanes
+from neuron_di.transfer import Send, lanes
 from neuron_di.types import BlockId
 from neuron_di.wire import KvMap, KvMapInit, Malformed, Offer, Refused
 from neuron_di.wire.regions import OFFERS_MAX, NixlRegion
-
-
-def named(name):
-    """A shm engine of another name, which does what a test says."""
-
-    class Named(ShmEngine):
-        fails_with = None  # connecting, or accepting
-        receives_fail_with = None
-
-        def __init__(self, pool):
-            super().__init__(pool)
-            self.name = name
-            self.accepted = []
-            self.connected = []
-            self.sent = []
-
-        def connect(self, peer, region, layout):
-            self.connected.append(peer)
-            if self.fails_with is not None:
-                raise self.fails_with
-            super().connect(peer, region, layout)
-
-        def accept(self, peer, region, layout):
-            if self.fails_with is not None:
-                raise self.fails_with
-            self.accepted.append(peer)
-
-        def post_send(self, peer, send):
-            self.sent.append(send)
-            return super().post_send(peer, send)
-
-        def post_receive(self, peer, receive):
-            if self.receives_fail_with is not None:
-                token = TransferToken()
-                token.complete(self.receives_fail_with)
-                return token
-            return super().post_receive(peer, receive)
-
-    return Named
-
-
-FAST, SAFE = named("fast"), named("safe")
-
-
-def engines(side):
-    return {engine.name: engine for engine in side.lanes.engines}
 
 
 @pytest.fixture
@@ -75,11 +39,6 @@ async def prefill(cluster):
 @pytest.fixture
 async def decode(cluster):
     return cluster.decode(make_transfer=FAST, more_engines=[SAFE])
-
-
-def lane_of(decode, prefill):
-    lane = decode.buffer(prefill).lane
-    return lane.name, lane.reason, lane.is_fallback
 
 
 async def test_the_preferred_one_is_taken_and_the_pull_names_it(prefill, decode):
@@ -184,20 +143,6 @@ async def test_a_transfer_that_fails_alone_breaks_nothing(prefill, decode):
     assert decode.counters.num_lanes_failed == 0
 
 
-class Leaping:
-    def __init__(self, real):
-        self._real, self.ahead_s = real, 0.0
-
-    def monotonic_s(self):
-        return self._real.monotonic_s() + self.ahead_s
-
-    def unix_s(self):
-        return self._real.unix_s()
-
-    def sleep_s(self, duration_s):
-        self._real.sleep_s(duration_s)
-
-
 @pytest.fixture
 async def pair(cluster):
     """Two engines of a decode worker, and what a prefill worker offers."""
@@ -213,9 +158,9 @@ async def test_a_lane_that_failed_is_tried_again_after_a_while(pair):
     lane = own.connect(peer, offers, LAYOUT)
     own.suspect(lane, PeerGone("cut"))
     assert own.connect(peer, offers, LAYOUT).name == "safe"
-    leaping = Leaping(clock._clock)
+    leaping = LeapClock()
     with use_clock(leaping):
-        leaping.ahead_s = lanes.SUSPECTED_S + 1
+        leaping.leap(lanes.SUSPECTED_S + 1)
         assert own.connect(peer, offers, LAYOUT).name == "fast"
         assert own._suspects == {}
 
@@ -295,7 +240,7 @@ async def test_a_region_that_cannot_be_read_is_no_way_to_it(prefill, peer, regio
 
 async def test_a_region_of_another_engine_than_it_says_reaches_nobody(cluster, prefill):
     """The engine looks at what it is given."""
-    region = NixlRegion(agent="a", metadata=b"", address=1, num_bytes=1)
+    region = NixlRegion(agent="a", metadata=b"", digest=bytes(32), address=1, num_bytes=1)
     decode = cluster.decode(make_transfer=FAST)
     with pytest.raises(PeerRefused):
         decode.lanes.connect(new_incarnation(), [Offer.of("fast", region)], LAYOUT)

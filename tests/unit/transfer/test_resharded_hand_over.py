@@ -13,9 +13,12 @@ from neuron_di.errors import (
     KvChanged,
     KvCorrupt,
     KvMissing,
+    LocalProtocolError,
     PeerGone,
     PeerRefused,
 )
+from neuron_di.transfer import ShmEngine
+from neuron_di.transfer.kv_receiver import KvReceiver
 from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import Done
 
@@ -162,6 +165,45 @@ async def test_a_flipped_bit_is_found_before_it_is_placed(cluster, prefill):
     assert decode.counters.num_kv_mismatched == 1
     assert decode.connector.landing.num_bytes_asked == 0
     assert (await hands_over(prefill, decode)).error() is None
+
+
+async def test_room_is_kept_until_its_kv_is_placed(cluster, prefill, monkeypatch):
+    decode, place = larger(cluster), KvReceiver._place
+    landing, kept = decode.connector.landing, []
+
+    def seen(self, entry, ready, room):
+        kept.append(landing._taken.get(room.start, 0) - room.start)
+        place(self, entry, ready, room)
+
+    monkeypatch.setattr(KvReceiver, "_place", seen)
+    assert (await hands_over(prefill, decode)).error() is None
+    assert kept == [PAGE]
+    assert landing.num_bytes_asked == 0
+
+
+async def test_kv_that_cannot_be_placed_is_abandoned_and_leaves_no_room_taken(
+    cluster, prefill, monkeypatch
+):
+    class Told(ShmEngine):
+        def commit(self, peer, receive):
+            said.append("commit")
+            return super().commit(peer, receive)
+
+        def abandon(self, peer, receive):
+            said.append("abandon")
+            return super().abandon(peer, receive)
+
+    def fail(*_):
+        raise ValueError("no place")
+
+    said, decode = [], larger(cluster, make_transfer=Told)
+    monkeypatch.setattr(KvReceiver, "_place", fail)
+    assert isinstance((await hands_over(prefill, decode)).error(), LocalProtocolError)
+    assert said == ["abandon"]
+    assert decode.connector.landing.num_bytes_asked == 0
+    monkeypatch.undo()
+    assert (await hands_over(prefill, decode, "again")).error() is None
+    assert said == ["abandon", "commit"]
 
 
 async def test_kv_that_was_given_up_meanwhile_is_refused(cluster, prefill):
