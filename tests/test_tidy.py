@@ -59,6 +59,16 @@ def test_the_files_are_found():
     assert all((ROOT / name / "__init__.py").is_file() for name in PACKAGES)
 
 
+def test_no_two_test_files_share_a_name():
+    """Without packages between them pytest takes both for one module, and collects neither."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert len(paths) > 100
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        by_name.setdefault(path.name, []).append(short(path))
+    assert [twins for twins in by_name.values() if len(twins) > 1] == []
+
+
 @pytest.mark.parametrize("path", everywhere(), ids=short)
 def test_a_file_is_short_and_says_what_it_is(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES_MAX

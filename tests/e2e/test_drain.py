@@ -85,7 +85,7 @@ async def test_parked_kv_that_nobody_pulls_expires_before_the_end(llama: Path) -
         assert proxy.registry is not None
         flags = ("--threads=1", f"--registry={proxy.registry}", "--model-name=m")
         async with (
-            part("worker", str(llama), "--role=prefill", "--kv-lease-s=3", *flags) as prefill,
+            part("worker", str(llama), "--role=prefill", "--kv-lease-s=8", *flags) as prefill,
             part("worker", str(llama), "--role=decode", *flags),
         ):
             client = Client(session, proxy.url, "m")

@@ -243,16 +243,13 @@ async def flood(scene: Scene) -> None:
         await scene.store.txn([], puts)
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def flooded(scene: Scene) -> AsyncIterator[None]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def flooded(scene: Scene) -> None:
     """The keys are there, and requests were served while they came."""
     flooding = asyncio.create_task(flood(scene))
     while not flooding.done():
         await scene.serves()
     await flooding
-    yield
-    for first in (b"both/10.", *(b"%d" % digit for digit in range(10))):
-        await scene.store.delete(KeyRange.prefix(WORKERS + first))
 
 
 async def test_100_000_keys(scene: Scene, flooded: None) -> None:
@@ -270,12 +267,6 @@ async def test_100_000_keys(scene: Scene, flooded: None) -> None:
     assert set(reports(await scene.status())) == {"good"}
 
 
-async def test_100_000_keys_that_are_gone_leave_nothing(scene: Scene) -> None:
-    await scene.until(lambda status: reports(status)["good"]["vanished_s"] is None)
-    await scene.until(lambda status: len(status["refused"]) <= DROPPED_MAX)
-    await scene.serves()
-
-
 async def test_a_proxy_that_starts_among_100_000_keys(scene: Scene, flooded: None) -> None:
     there = f"--etcd={scene.etcd.addresses[0]}"
     async with part("proxy", "--port=0", there) as proxy, session_of_many() as session:
@@ -286,3 +277,12 @@ async def test_a_proxy_that_starts_among_100_000_keys(scene: Scene, flooded: Non
             return status if sum(status["ignored"].values()) > 1000 else None
 
         assert set(reports(await eventually(has_read))) == {"good"}
+
+
+async def test_100_000_keys_that_are_gone_leave_nothing(scene: Scene, flooded: None) -> None:
+    """The last test here: it takes away what `flooded` stored."""
+    for first in (b"both/10.", *(b"%d" % digit for digit in range(10))):
+        await scene.store.delete(KeyRange.prefix(WORKERS + first))
+    await scene.until(lambda status: reports(status)["good"]["vanished_s"] is None)
+    await scene.until(lambda status: len(status["refused"]) <= DROPPED_MAX)
+    await scene.serves()

@@ -1,5 +1,6 @@
 """Requests, transfers and a model of KV memory for the tests of the schedulers."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -17,8 +18,8 @@ from neuron_di.wire import SamplingParams
 WAITING, RUNNING = RequestStatus.WAITING, RequestStatus.RUNNING
 TRANSFERRING, FINISHED = RequestStatus.TRANSFERRING, RequestStatus.FINISHED
 
-# Random schedules per scheduler. Three schedulers: 10,500 in the suite.
-NUM_SCHEDULES = 3_500
+# Random schedules of each of the three schedulers, others in each run. `make schedules` tries more.
+NUM_SCHEDULES = int(os.environ.get("SCHEDULES", "1000"))
 RANDOM_SCHEDULES = settings(
     max_examples=NUM_SCHEDULES,
     stateful_step_count=20,

@@ -61,7 +61,6 @@ class CombinedMachine(SchedulerMachine):
                 self.scheduler.finish(request, "length")
 
 
-@pytest.mark.timeout(600)
 def test_random_schedules():
     run_state_machine_as_test(CombinedMachine, settings=RANDOM_SCHEDULES)
     assert CombinedMachine.num_schedules >= NUM_SCHEDULES

@@ -116,7 +116,6 @@ class DecodeMachine(SchedulerMachine):
             self.end_transfer(0)
 
 
-@pytest.mark.timeout(600)
 def test_random_schedules():
     run_state_machine_as_test(DecodeMachine, settings=RANDOM_SCHEDULES)
     assert DecodeMachine.num_schedules >= NUM_SCHEDULES

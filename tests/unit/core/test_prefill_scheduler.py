@@ -104,7 +104,6 @@ class PrefillMachine(SchedulerMachine):
             self.scheduler.release(request)
 
 
-@pytest.mark.timeout(600)
 def test_random_schedules():
     run_state_machine_as_test(PrefillMachine, settings=RANDOM_SCHEDULES)
     assert PrefillMachine.num_schedules >= NUM_SCHEDULES

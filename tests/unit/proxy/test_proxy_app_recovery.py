@@ -26,7 +26,6 @@ LIMITS = replace(
     retries_max=2,
     continuations_max=2,
     queue_timeout_s=5,
-    freeze_timeout_s=0.3,
     probe_interval_s=0.05,
 )
 
@@ -218,7 +217,7 @@ async def test_the_deadline_ends_a_stream_with_an_error_event(make):
         await leg.send(token(1))
         await leg.ended.wait()
 
-    cluster = await make(request_timeout_s=0.4)
+    cluster = await make(request_timeout_s=1.0)
     cluster.d1.script = stay
     _, events = await cluster.stream()
     last = json.loads(events[-1])
@@ -232,7 +231,7 @@ async def test_a_frozen_worker_is_left_although_its_connections_stay_open(make):
         cluster.d1.freeze()
         await leg.ended.wait()
 
-    cluster = await make()
+    cluster = await make(freeze_timeout_s=1.0)
     cluster.d1.script = freeze
     _, events = await cluster.stream()
     last = json.loads(events[-2])
@@ -296,7 +295,7 @@ async def test_a_worker_that_stalls_is_left(make):
             await leg.keep_alive()
             await asyncio.sleep(0.01)
 
-    cluster = await make(stall_timeout_s=0.2)
+    cluster = await make(stall_timeout_s=1.0)
     cluster.d1.script = stall
     _, events = await cluster.stream()
     assert json.loads(events[-2])["neuron_di"]["continued"] == 1

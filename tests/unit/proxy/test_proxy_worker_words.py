@@ -99,7 +99,7 @@ async def test_a_link_that_is_lost_is_made_again_by_the_next_answer(stack, hurri
 async def test_a_link_that_falls_silent_is_replaced_by_questions(stack, monkeypatch):
     monkeypatch.setattr(leg_link_server, "ALIVE_INTERVAL_S", 0.02)
     worker = await stack.enter_async_context(ScriptedWorker("d1", "decode", talks=True))
-    health, heard = await watched(stack, worker, freeze_timeout_s=0.4)
+    health, heard = await watched(stack, worker, freeze_timeout_s=1.5)
     await heard.until_words(5)
     worker.talks = False
     (link,) = worker.links
