@@ -5,9 +5,9 @@ BIN  := $(VENV)/bin
 export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-optimised etcd check format sim handover-model chaos dynamic churn handoff-diagram \
-        bench-engine bench-interference bench-verification bench-proxy bench-overload \
-        bench-registry bench-transfer bench-interference-transfer clean
+.PHONY: help demo test test-optimised etcd check format sim handover-model schedules chaos dynamic \
+        churn handoff-diagram bench-engine bench-interference bench-verification bench-proxy bench-overload \
+        bench-registry bench-transfer bench-interference-transfer bench-layers clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -36,6 +36,10 @@ sim: $(VENV)/dev ## simulate the server under faults: SEEDS=1000, or SEED=7 to r
 
 handover-model: $(VENV)/dev ## every order of the steps in which blocks change owner, and every crash, up to three
 	$(BIN)/python -m neuron_di.testing.handover_model
+
+schedules: $(VENV)/dev ## random schedules of each scheduler: SCHEDULES=10000
+	SCHEDULES=$(or $(SCHEDULES),10000) $(BIN)/python -m pytest --numprocesses 0 --timeout 0 \
+	  tests/unit/core -k test_random_schedules
 
 chaos: $(VENV)/dev ## kill, freeze, cut and restart real processes in every phase of a request
 	$(BIN)/python -m tests.chaos.matrix $(CHAOS_ARGS)
@@ -79,6 +83,9 @@ bench-transfer: $(VENV)/dev ## KV between two processes, beside NIXL_PYTHON's NI
 
 bench-interference-transfer: $(VENV)/dev ## what a transfer costs a decode step, and prefill
 	$(BIN)/python -m benchmarks.transfer_interference $(BENCH_ARGS)
+
+bench-layers: $(VENV)/dev ## KV that leaves layer by layer during prefill, beside KV that is pulled whole
+	$(BIN)/python -m benchmarks.layer_streaming $(BENCH_ARGS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info runtime_bindings/neuron_di_bindings/*.so proxy/neuron_di_proxy/*.so

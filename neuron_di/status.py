@@ -140,6 +140,7 @@ def _troubles(status: WorkerStatus) -> list[str]:
         (status.num_signals_refused, "signals refused"),
         (status.num_lanes_failed, "connections to KV that broke"),
         (status.num_fallbacks, "connections to KV by another way than the preferred"),
+        (status.num_streams_refused, "prompts whose layers were not as promised, pulled whole"),
     )
     troubles = [f"{count} {words}" for count, words in counted if count]
     if status.num_blocks_quarantined:

@@ -110,6 +110,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_stale: int = 0  # messages that came too late or twice
     num_lanes_failed: int = 0  # connections to a peer's KV that broke while they were used
     num_fallbacks: int = 0  # connections that are not the preferred ones, because these failed
+    num_streams_refused: int = 0  # layers that came while the prefill ran, and were not right
     lanes: list[LaneStatus] = []  # decode: of the peers that it is connected to
     is_leaving: bool = False  # an order to drain or to change its role is prepared
     has_failed: bool = False  # the engine ended by a bug: this process is about to end

@@ -192,6 +192,7 @@ class Worker:
             num_stale=counters.num_stale,
             num_lanes_failed=counters.num_lanes_failed,
             num_fallbacks=counters.num_fallbacks,
+            num_streams_refused=counters.num_streams_refused,
             lanes=self._lane_statuses(),
             is_leaving=self.leaving is not None and not self.leaving.has_passed(),
             has_failed=self._engine.has_failed,

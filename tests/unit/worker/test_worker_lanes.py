@@ -1,6 +1,7 @@
 """Whole workers hand over by whatever engine, between whatever layouts: tokens are the same."""
 
 import asyncio
+from dataclasses import fields
 
 import pytest
 from worker_kit import collect, decode_leg, is_at_rest, prefill_leg, token_ids, until
@@ -44,6 +45,19 @@ async def test_the_preferred_engine_goes_first_and_the_record_names_all(workers)
     _, rest = await hand_over(prefill, decode)
     assert rest[-1].receipt.link == "shm"
     (lane,) = decode.status().lanes
+    assert rest[-1].receipt.link_reason == lane.reason
     assert lane.reason == "tcp: not offered by the peer; shm: chosen"
     assert [each.partition("@")[0] for each in decode.record().transfer] == ["tcp", "shm"]
     assert prefill.record().transfer == [decode.record().transfer[1]]
+
+
+async def test_whatever_a_hand_over_counts_is_in_the_status(workers):
+    decode = workers.start("decode")
+    counters = decode._connector.counters
+    names = [field.name for field in fields(counters) if field.name.startswith("num_")]
+    counted = {name: number for number, name in enumerate(names, start=1)}
+    for name, number in counted.items():
+        setattr(counters, name, number)
+    status = decode.status()
+    assert {name: getattr(status, name) for name in names} == counted
+    assert status.num_streams_refused > 0
