@@ -91,8 +91,11 @@ class KvGeometry:
         """A tensor per rank, layer and K or V, numbered in the order in which NxDI lists them:
         [dev0_l0_k, dev1_l0_k, …, dev0_l0_v, dev1_l0_v, …, dev0_l1_k, …] (seed N-48).
 
-        Contiguous slots are blocks of the longest request's size, slot ids their ids.
+        Contiguous slots are blocks of the longest request's size, slot ids their ids. ConfigError
+        for a map with seq_ids: which rank holds a head would then be another for each slot.
         """
+        if kv_map.seq_ids is not None:
+            raise ConfigError("a kv_map with seq_ids: data parallelism is not supported")
         num_ranks, num_heads = len(kv_map.heads), len(kv_map.heads[0])
         numbers = np.arange(num_layers * 2 * num_ranks, dtype=np.int64)
         tensors = numbers.reshape(num_layers, 2, num_ranks).transpose(2, 0, 1)

@@ -4,7 +4,8 @@
 
 `heads` names the model's KV heads in the order in which a rank holds them, -1 where it holds none
 (padding). A head may stand on several ranks, or twice on one: replicas. `seq_ids`, the slots that
-a rank holds under data parallelism, may be absent. Each list is as long as every other of its kind.
+a rank holds under data parallelism, may be absent; a KvGeometry cannot have them. Each list is as
+long as every other of its kind.
 """
 
 from dataclasses import dataclass

@@ -11,24 +11,25 @@ converted, the plan is staged: the source's own form moves into landing memory, 
 like any other, and a Placement says what goes where from there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from neuron_di.errors import ConfigError, LocalProtocolError
-from neuron_di.kv.geometry import KvGeometry, Strides
-from neuron_di.kv.layout import DTYPE_BYTES
+from neuron_di.kv.geometry import KvGeometry
 from neuron_di.kv.placement import Placement, PlacementPart
-from neuron_di.kv.runs import Ints, Runs, as_ids, joined
-from neuron_di.kv.token_spans import TokenSpans, token_spans
+from neuron_di.kv.runs import Ints, Runs, as_ids
+from neuron_di.kv.sheet import Rows, are_dims_joined, bases, runs_of, sheets_of
+from neuron_di.kv.token_spans import token_spans
 
 Replicas = Literal["once", "each"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What moves, and what is left to do where it arrives.
 
@@ -37,18 +38,15 @@ class Plan:
     """
 
     runs: Runs
-    fills: Runs
+    make_fills: Callable[[], Runs]
     placement: Placement | None = None
     landing_bytes: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Heads of layers, row by row: who holds it at either end."""
-
-    layer: Ints
-    source: tuple[Ints, Ints]  # rank, place among its heads
-    destination: tuple[Ints, Ints]
+    @cached_property
+    def fills(self) -> Runs:
+        """Reckoned when first asked for: they may be many times the runs, the source needs none of
+        them, and the destination none before the runs have arrived."""
+        return self.make_fills()
 
 
 class Planner:
@@ -64,11 +62,13 @@ class Planner:
         self._source = source
         self._destination = destination
         self._replicas: Replicas = replicas
-        self._rows, self._fill_rows = _moves(source, destination, replicas)
+        rows, fill_rows = _moves(source, destination, replicas)
         self.is_staged = source.dtype != destination.dtype or any(
-            _atoms(ours, theirs, source.head_dim, source.dtype) is None
+            are_dims_joined(ours, theirs, source.head_dim, source.dtype) is None
             for ours, theirs in zip(destination.strides, source.strides, strict=True)
         )
+        self._sheets = [] if self.is_staged else sheets_of(source, destination, rows)
+        self._fill_sheets = sheets_of(destination, destination, fill_rows)
 
     def plan(
         self,
@@ -92,12 +92,16 @@ class Planner:
             placement = _placement(landing, destination, rows, places, destinations, num_tokens)
             landing_bytes = landing.tensor_bytes()[0]
             return replace(staged, placement=placement, landing_bytes=landing_bytes)
-        spans = token_spans(num_tokens, source.block_size, destination.block_size)
-        fills = token_spans(num_tokens, destination.block_size, destination.block_size)
+        own, size = destinations.copy(), destination.block_size  # the caller may change theirs
         return Plan(
-            runs=_runs(source, destination, self._rows, spans, sources, destinations),
-            fills=_runs(
-                destination, destination, self._fill_rows, fills, destinations, destinations
+            runs=runs_of(
+                self._sheets,
+                token_spans(num_tokens, source.block_size, size),
+                sources,
+                destinations,
+            ),
+            make_fills=lambda: runs_of(
+                self._fill_sheets, token_spans(num_tokens, size, size), own, own
             ),
         )
 
@@ -113,7 +117,7 @@ def _checked(
     return blocks
 
 
-def _moves(source: KvGeometry, destination: KvGeometry, replicas: Replicas) -> tuple[_Rows, _Rows]:
+def _moves(source: KvGeometry, destination: KvGeometry, replicas: Replicas) -> tuple[Rows, Rows]:
     """What goes over the link, and what within the destination: (layer, *from, *to)."""
     moves: list[tuple[int, int, int, int, int]] = []
     fills: list[tuple[int, int, int, int, int]] = []
@@ -136,150 +140,15 @@ def _moves(source: KvGeometry, destination: KvGeometry, replicas: Replicas) -> t
     return _as_rows(moves), _as_rows(fills)
 
 
-def _as_rows(moves: list[tuple[int, int, int, int, int]]) -> _Rows:
+def _as_rows(moves: list[tuple[int, int, int, int, int]]) -> Rows:
     table = np.array(moves, np.int64).reshape(-1, 5).T
-    return _Rows(table[0], (table[1], table[2]), (table[3], table[4]))
-
-
-def _bases(
-    geometry: KvGeometry, rows: _Rows, holder: tuple[Ints, Ints], c: int
-) -> tuple[Ints, Ints]:
-    """The tensor of each row, and its offset there in block 0."""
-    rank, place = holder
-    offsets = geometry.offsets[rank, rows.layer, c] + place * geometry.strides[c].head
-    return geometry.tensors[rank, rows.layer, c], offsets
-
-
-def _atoms(ours: Strides, theirs: Strides, num_dims: int, dtype: str) -> str | None:
-    """What is contiguous at both ends: some tokens' "dims", or the "tokens" of one dim."""
-    item = DTYPE_BYTES[dtype]
-    if ours.dim == theirs.dim == item or num_dims == 1:
-        return "dims"
-    return "tokens" if ours.token == theirs.token == item else None
-
-
-def _runs(
-    source: KvGeometry,
-    destination: KvGeometry,
-    rows: _Rows,
-    spans: TokenSpans,
-    source_ids: Ints,
-    destination_ids: Ints,
-) -> Runs:
-    parts = [
-        part
-        for c in (0, 1)
-        for part in _parts(source, destination, rows, spans, source_ids, destination_ids, c)
-    ]
-    table = np.concatenate(parts, axis=1) if parts else np.zeros((5, 0), np.int64)
-    return _fewest(table)
-
-
-def _parts(
-    source: KvGeometry,
-    destination: KvGeometry,
-    rows: _Rows,
-    spans: TokenSpans,
-    source_ids: Ints,
-    destination_ids: Ints,
-    c: int,
-) -> list[Ints]:
-    """Short runs that together are all bytes of K or V, as columns: tensor and offset of the
-    source, tensor and offset of the destination, length."""
-    theirs, ours = source.strides[c], destination.strides[c]
-    source_tensors, source_rows = _bases(source, rows, rows.source, c)
-    destination_tensors, destination_rows = _bases(destination, rows, rows.destination, c)
-    item = DTYPE_BYTES[source.dtype]
-    source_spans = (
-        source_ids[spans.source_blocks] * theirs.block + spans.source_tokens * theirs.token
-    )
-    destination_spans = (
-        destination_ids[spans.destination_blocks] * ours.block
-        + spans.destination_tokens * ours.token
-    )
-    if _atoms(ours, theirs, source.head_dim, source.dtype) == "tokens":
-        dims = np.arange(source.head_dim, dtype=np.int64)
-        return [
-            _grid(
-                (source_tensors, _sums(source_rows, dims * theirs.dim), source_spans),
-                (destination_tensors, _sums(destination_rows, dims * ours.dim), destination_spans),
-                spans.counts * item,
-            )
-        ]
-    # Heads that are neighbours at both ends, token by token, are one wider row.
-    widths = np.full(len(source_rows), source.head_dim * item, np.int64)
-    if theirs.head == ours.head == source.head_dim * item:
-        merged = _fewest(
-            np.stack((source_tensors, source_rows, destination_tensors, destination_rows, widths))
-        )
-        assert merged.source_tensors is not None
-        assert merged.destination_tensors is not None
-        source_tensors, source_rows = merged.source_tensors, merged.source_offsets
-        destination_tensors, destination_rows = (
-            merged.destination_tensors,
-            merged.destination_offsets,
-        )
-        widths = merged.lengths
-    parts = []
-    for width in np.unique(widths):
-        own = widths == width
-        if width == theirs.token == ours.token:
-            starts, ends, lengths = source_spans, destination_spans, spans.counts * width
-        else:  # token by token
-            first = np.repeat(np.cumsum(spans.counts) - spans.counts, spans.counts)
-            token = np.arange(len(first), dtype=np.int64) - first
-            starts = np.repeat(source_spans, spans.counts) + token * theirs.token
-            ends = np.repeat(destination_spans, spans.counts) + token * ours.token
-            lengths = np.full(len(token), width, np.int64)
-        parts.append(
-            _grid(
-                (source_tensors[own], source_rows[own], starts),
-                (destination_tensors[own], destination_rows[own], ends),
-                lengths,
-            )
-        )
-    return parts
-
-
-def _sums(rows: Ints, columns: Ints) -> Ints:
-    return rows[:, None] + columns
-
-
-def _grid(
-    source: tuple[Ints, Ints, Ints], destination: tuple[Ints, Ints, Ints], lengths: Ints
-) -> Ints:
-    """Every row with every span."""
-    columns = []
-    for tensors, rows, spans in (source, destination):
-        offsets = rows[..., None] + spans
-        columns += [
-            np.broadcast_to(tensors.reshape(-1, *(1,) * (offsets.ndim - 1)), offsets.shape),
-            offsets,
-        ]
-    columns.append(np.broadcast_to(lengths, columns[1].shape))
-    return np.stack([column.ravel() for column in columns])
-
-
-def _fewest(table: Ints) -> Runs:
-    """The runs in the order of the destination's bytes, neighbours joined: there are no fewer."""
-    source_tensors, source_offsets, destination_tensors, destination_offsets, lengths = table[
-        :, np.lexsort((table[3], table[2]))
-    ]
-    return joined(
-        Runs(
-            source_offsets=source_offsets,
-            destination_offsets=destination_offsets,
-            lengths=lengths,
-            source_tensors=source_tensors,
-            destination_tensors=destination_tensors,
-        )
-    )
+    return Rows(table[0], (table[1], table[2]), (table[3], table[4]))
 
 
 def _placement(
     landing: KvGeometry,
     destination: KvGeometry,
-    rows: _Rows,
+    rows: Rows,
     source_ids: Ints,
     destination_ids: Ints,
     num_tokens: int,
@@ -287,8 +156,8 @@ def _placement(
     spans = token_spans(num_tokens, landing.block_size, destination.block_size)
     parts = []
     for c, (theirs, ours) in enumerate(zip(landing.strides, destination.strides, strict=True)):
-        _, landing_rows = _bases(landing, rows, rows.source, c)
-        tensors, destination_rows = _bases(destination, rows, rows.destination, c)
+        _, landing_rows = bases(landing, rows, rows.source, c)
+        tensors, destination_rows = bases(destination, rows, rows.destination, c)
         parts.append(
             PlacementPart(
                 landing_spans=source_ids[spans.source_blocks] * theirs.block

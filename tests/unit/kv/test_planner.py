@@ -329,6 +329,13 @@ def test_every_replica_can_have_its_own_copy(senders, receivers, expected):
     assert heard == set(enumerate(expected))
 
 
+def test_slots_that_only_some_ranks_hold_are_refused():
+    kv_map = KvMap(((0,), (0,)), seq_ids=((0, 1), (2, 3)))
+    fields = {"num_layers": 1, "head_dim": 2, "dtype": "float16"}
+    with pytest.raises(ConfigError, match="seq_ids"):
+        KvGeometry.of_rank_tensors(kv_map, **fields, **SLOT)
+
+
 def test_padding_is_neither_sent_nor_written():
     kv_map = KvMap(((0, 1), (2, -1)))
     fields = {"num_layers": 1, "head_dim": 2, "block_size": 4, "num_blocks": 2, "dtype": "float16"}
