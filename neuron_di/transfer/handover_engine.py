@@ -24,7 +24,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
     StaleIncarnation,
 )
-from neuron_di.kv import ArenaPool, Group, KvLayout, Memory, as_ids
+from neuron_di.kv import ArenaPool, Group, KvLayout, Memory, as_ids, ids_below
 from neuron_di.obs import get_logger
 from neuron_di.transfer.copy_thread import JOIN_S
 from neuron_di.transfer.run_bounds import block_indices
@@ -101,17 +101,18 @@ class HandoverEngine:
         """Nothing to do: the decode worker takes the blocks by itself."""
 
     def post_send(self, peer: Incarnation, send: Send) -> TransferToken:  # noqa: ARG002
-        token = TransferToken()
-        token.complete()  # what came for the blocks stands in the arena
-        return token
+        return TransferToken.over()  # what came for the blocks stands in the arena
 
     def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
-        token = TransferToken()
-        given_ids = as_ids(receive.block_ids)
-        given = self._pool.ownership.known(given_ids)
+        ownership = self._pool.ownership
+        given_ids = ids_below(receive.block_ids, ownership.arena.blocks_max)
+        if given_ids is None:
+            error: NeuronDiError = LocalProtocolError("what was offered is no block of the arena")
+            return TransferToken.over(error)
+        token, given = TransferToken(), ownership.known(given_ids)
         with self._lock:
             if self._is_closed:
-                error: NeuronDiError = LocalProtocolError("a receive was posted to a closed engine")
+                error = LocalProtocolError("a receive was posted to a closed engine")
             elif (slot := self._peers.get(peer)) is None:
                 error = PeerGone("no connection to the prefill worker's pool")
             else:

@@ -82,10 +82,8 @@ class KvReceiver:
             entry.num_bytes = entry.receive.runs.num_bytes
             return self.lane.post_receive(entry.receive)
         except Exception as error:
-            token = TransferToken()
             bug = LocalProtocolError(f"no receive was posted: {type(error).__name__}")
-            token.complete(error if isinstance(error, PeerError) else bug)
-            return token
+            return TransferToken.over(error if isinstance(error, PeerError) else bug)
 
     def cancel(self, entry: Entry) -> bool:
         """Its send may never come, and perhaps others wait behind it. False: it needs none."""

@@ -79,22 +79,18 @@ class ShmEngine:
         """Nothing to do: the decode worker maps this pool by itself."""
 
     def post_send(self, peer: Incarnation, send: Send) -> TransferToken:  # noqa: ARG002
-        token = TransferToken()
-        token.complete()  # the reader does all the work
-        return token
+        return TransferToken.over()  # the reader does all the work
 
     def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
-        token = TransferToken()
         known = self._peers.get(peer)
         if known is None:
-            token.complete(PeerGone("no connection to the prefill worker's pool"))
-            return token
+            return TransferToken.over(PeerGone("no connection to the prefill worker's pool"))
         refusal = self._refusal(known, receive)
         if refusal is not None and known.has_grown():
             refusal = self._refusal(known, receive)
         if refusal is not None:
-            token.complete(refusal)
-            return token
+            return TransferToken.over(refusal)
+        token = TransferToken()
         num_bytes = receive.runs.num_bytes
         is_short = num_bytes <= self._small_bytes_max
         self._thread.post(partial(_copy, known, receive), num_bytes, token, is_short=is_short)

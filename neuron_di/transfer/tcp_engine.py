@@ -218,17 +218,13 @@ class TcpEngine:
             if self._claims is not None:
                 self._claims.look()
             return token
-        token = TransferToken()
-        token.complete(PeerGone("no such decode worker was accepted"))
-        return token
+        return TransferToken.over(PeerGone("no such decode worker was accepted"))
 
     def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
         connected = self._connected.get(peer)
         if connected is not None:
             return connected.receiver.post(receive, connected.block_bytes)
-        token = TransferToken()
-        token.complete(PeerGone("no connection to the prefill worker's pool"))
-        return token
+        return TransferToken.over(PeerGone("no connection to the prefill worker's pool"))
 
     def cancel(self, peer: Incarnation, tag: int) -> None:
         """At once where no byte of it is being written."""

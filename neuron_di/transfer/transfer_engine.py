@@ -42,6 +42,13 @@ class TransferToken:
         # Blocks that came in the place of the first ones that were offered; None: none did.
         self.adopted_ids: list[BlockId] | None = None
 
+    @classmethod
+    def over(cls, error: NeuronDiError | None = None) -> "TransferToken":
+        """Of a transfer that needs nothing, or that must not begin."""
+        token = cls()
+        token.complete(error)
+        return token
+
     def is_done(self) -> bool:
         return self._is_done
 

@@ -199,6 +199,12 @@ def test_a_promise_whose_verifier_failed_may_be_looked_at_again(pair: Pair) -> N
     assert len(pair.engine._open) == 1
 
 
+@pytest.mark.parametrize("offered", [2**31, -1, 2**63, "x"])
+def test_what_is_no_block_of_the_arena_is_not_offered(pair: Pair, offered) -> None:
+    receive = replace(pair.receive(pair.promised([2]), [9]), block_ids=[offered])
+    assert isinstance(pair.look(receive).error(), LocalProtocolError)
+
+
 @pytest.mark.parametrize("block_id", [-1, 16, 2**31, 2**62, 2**64])
 def test_a_block_that_was_not_granted_is_not_touched(pair: Pair, block_id: int) -> None:
     assert isinstance(pair.error_of(BlockSource([1, block_id], [1, 1]), [8, 9]), NeuronDiError)
