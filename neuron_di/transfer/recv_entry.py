@@ -17,11 +17,12 @@ OnFail = Callable[[Key, NeuronDiError], None]
 
 
 class Arrival(TransferToken):
-    """What became of a pull: beside its outcome, which engine brought the KV, and how."""
+    """What became of a pull: beside its outcome, which engine brought the KV, why, and how."""
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = ""
+        self.engine_reason = ""  # as the lane has it
         self.form: KvForm = "direct"
 
 

@@ -2,12 +2,15 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
+from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError
 from neuron_di.obs import setup_logging
 from neuron_di.transfer_bench.control_link import KEY_CHARS_MIN, ControlLink, make_key
@@ -20,7 +23,7 @@ from neuron_di.transfer_bench.measure import (
     measure_on_this_host,
 )
 from neuron_di.transfer_bench.measuring_end import MeasuringEnd
-from neuron_di.transfer_bench.report import TransferReport, print_report
+from neuron_di.transfer_bench.report import TransferReport, print_report, words_of
 from neuron_di.transfer_bench.resources import region_bytes
 from neuron_di.transfer_bench.shape import Shape
 from neuron_di_bindings.process import end_with_parent
@@ -32,11 +35,15 @@ _KEY_FILE_BYTES_MAX = 4096
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run what the flags say. Returns the exit code. Raises ConfigError, PeerError or KvError."""
+    """Run what the flags say. Returns the exit code: 1 where an engine does not work.
+
+    Raises ConfigError or PeerError where nothing could be measured at all.
+    """
     setup_logging("bench-transfer", "warning", "text")
     if flags.serve:
         _serve(flags)
         return 0
+    options = _options_of(flags)
     engines = flags.engines or [AUTO]
     shapes = [Shape.of(text) for text in flags.shapes or DEFAULT_SHAPES]
     repeats = DEFAULT_REPEATS if flags.repeats is None else flags.repeats
@@ -56,15 +63,20 @@ def run(flags: argparse.Namespace) -> int:
                 repeats=repeats,
                 verify=flags.verify,
                 pool_bytes=pool_bytes,
+                options=options,
                 tell=status.update,
             )
         else:
-            report = _measure_there(flags, engines, shapes, repeats, pool_bytes, status.update)
+            report = _measure_there(
+                flags, options, engines, shapes, repeats, pool_bytes, status.update
+            )
     if flags.json:
         console.out(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     else:
         print_report(report, console)
-    return 0
+    for words in words_of(report.failures):
+        sys.stderr.write(f"neuron-di: {words}\n")
+    return 1 if report.failures else 0
 
 
 def _serve(flags: argparse.Namespace) -> None:
@@ -82,11 +94,12 @@ def _serve(flags: argparse.Namespace) -> None:
         if made and words.startswith(READY_WORDS):
             console.print(f"key for --key-file or {KEY_VARIABLE} at the other end: {key}")
 
-    serve_once(flags.host, flags.port, key, tell, flags.parent_pid)
+    serve_once(flags.host, flags.port, key, tell, flags.parent_pid, _options_of(flags))
 
 
 def _measure_there(
     flags: argparse.Namespace,
+    options: TransferOptions,
     engines: list[str],
     shapes: list[Shape],
     repeats: int,
@@ -99,7 +112,7 @@ def _measure_there(
     key = _given_key(flags)
     if key is None:
         raise ConfigError(f"the serving end printed a key: give it in {KEY_VARIABLE} or --key-file")
-    end = MeasuringEnd(ControlLink.ask(host.strip("[]"), int(port), key))
+    end = MeasuringEnd(ControlLink.ask(host.strip("[]"), int(port), key), options=options)
     try:
         return measure(
             end,
@@ -113,6 +126,20 @@ def _measure_there(
         )
     finally:
         end.close()
+
+
+def _options_of(flags: argparse.Namespace) -> TransferOptions:
+    """ConfigError where they do not fit, as for a worker."""
+    given = {}
+    for field in fields(TransferOptions):
+        value = getattr(flags, field.name, None)
+        if value is None:
+            continue
+        least, most = field.metadata["at_least"], field.metadata["at_most"]
+        if most is not None and not least <= value <= most:
+            raise ConfigError(f"--{field.name.replace('_', '-')} goes from {least} to {most}")
+        given[field.name] = value
+    return TransferOptions(**given)
 
 
 def _given_key(flags: argparse.Namespace) -> str | None:

@@ -28,7 +28,8 @@ def measure_transfers(
     """Measure between this process and a second one of this host. Blocks, some seconds.
 
     Each end has a pool of at least `pool_bytes`, and so have both regions that memcpy uses.
-    Raises what an engine did not do; the message names it and the kind of error.
+    An engine that does not work is among the report's failures, with its error's code and words.
+    Raises ConfigError for what cannot be asked for, PeerError where the other process does not run.
     """
     from neuron_di.transfer_bench.measure import measure_on_this_host
 

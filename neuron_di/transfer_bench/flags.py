@@ -8,6 +8,12 @@ READY_WORDS = "bench-transfer listens on"
 AUTO = "auto"
 ENGINES = (AUTO, "handover", "cuda_ipc", "shm", "nixl", "tcp")
 
+_OF_TCP = (  # by the names that workers have for them
+    ("streams", "N", "connections that large transfers are spread over (default: 1)"),
+    ("tls-cert", "FILE", "certificate chain for TLS, shown by both ends"),
+    ("tls-key", "FILE", "its private key"),
+    ("tls-ca", "FILE", "certificates that sign those of the other end"),
+)
 _EPILOG = (
     "On one host: --engine and --shape. Between two: --serve at one end, which prints a key for "
     f"one run, and --connect at the other, which takes it from --key-file or {KEY_VARIABLE}. "
@@ -30,6 +36,10 @@ def add_bench_transfer_flags(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
     more.add_argument("--key-file", metavar="FILE", help="holds the key, at either end")
     more.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    tcp = parser.add_argument_group("tcp, as for workers; at either end")
+    for name, metavar, words in _OF_TCP:
+        kind = int if metavar == "N" else str
+        tcp.add_argument(f"--transfer-{name}", type=kind, metavar=metavar, help=words)
     what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--engine",

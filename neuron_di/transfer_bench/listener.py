@@ -4,7 +4,7 @@ import socket
 from collections.abc import Callable
 
 from neuron_di.clock import Deadline
-from neuron_di.config import is_loopback
+from neuron_di.config import TransferOptions, is_loopback
 from neuron_di.errors import ConfigError, PeerError, PeerTimeout
 from neuron_di.transfer_bench.control_link import ControlLink
 from neuron_di.transfer_bench.flags import READY_WORDS
@@ -20,6 +20,7 @@ def serve_once(
     key: str,
     tell: Callable[[str], None],
     parent_pid: int | None = None,
+    options: TransferOptions = TransferOptions(),  # noqa: B008 - nothing changes it
 ) -> None:
     """Listen, serve whoever proves to have the key, and return when it is gone. Blocks.
 
@@ -32,7 +33,7 @@ def serve_once(
         if not is_loopback(bound_host):
             tell("other machines reach it: what is said is authenticated, but not encrypted")
         link = _link_with_key(listener, key, tell)
-    ServingEnd(link, parent_pid).serve()
+    ServingEnd(link, parent_pid, options).serve()
 
 
 def _listen(host: str, port: int) -> socket.socket:

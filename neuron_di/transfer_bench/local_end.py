@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from select import select
 
+from neuron_di.config import TransferOptions
 from neuron_di.errors import PeerGone, PeerTimeout
 from neuron_di.transfer_bench.control_link import ControlLink, make_key
 from neuron_di.transfer_bench.flags import KEY_VARIABLE, READY_WORDS
@@ -14,13 +15,18 @@ from neuron_di.transfer_bench.flags import KEY_VARIABLE, READY_WORDS
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 HOST = "127.0.0.1"
+_OF_TCP = ("transfer-streams", "transfer-tls-cert", "transfer-tls-key", "transfer-tls-ca")
 
 
 @contextmanager
-def local_serving_end() -> Iterator[ControlLink]:
+def local_serving_end(
+    options: TransferOptions = TransferOptions(),  # noqa: B008 - nothing changes it
+) -> Iterator[ControlLink]:
     """Start `bench-transfer --serve` on a free port, and link to it. It ends with the block."""
     key = make_key()
-    words = ("--serve", "--host", HOST, "--port", "0", f"--parent-pid={os.getpid()}")
+    words = ["--serve", "--host", HOST, "--port", "0", f"--parent-pid={os.getpid()}"]
+    of_tcp = {name: getattr(options, name.replace("-", "_")) for name in _OF_TCP}
+    words += [f"--{name}={value}" for name, value in of_tcp.items() if value is not None]
     process = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "neuron_di", "bench-transfer", *words],
         env=os.environ | {KEY_VARIABLE: key},  # which only its user can read

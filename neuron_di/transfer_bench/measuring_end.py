@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from neuron_di.clock import now_s
+from neuron_di.config import TransferOptions
 from neuron_di.errors import (
     KvCorrupt,
     NeuronDiError,
@@ -19,9 +20,8 @@ from neuron_di.errors import (
 )
 from neuron_di.kv import KvPool, as_ids, create_arena, whole_block_runs
 from neuron_di.transfer import BlockSource, Lane, LaneSet, Receive, TransferToken
-from neuron_di.transfer_bench.block_bytes import clear, digest
 from neuron_di.transfer_bench.control_link import ControlLink
-from neuron_di.transfer_bench.make_pool import make_pool
+from neuron_di.transfer_bench.make_pool import PoolKind, make_pool
 from neuron_di.transfer_bench.messages import (
     AcceptLane,
     Closed,
@@ -43,6 +43,7 @@ from neuron_di.transfer_bench.messages import (
 )
 from neuron_di.transfer_bench.open_lanes import open_lanes
 from neuron_di.transfer_bench.places import Choice, Places
+from neuron_di.transfer_bench.pool_bytes import clear_blocks, digest_blocks
 from neuron_di.transfer_bench.resources import process_cpu_s, require_room
 from neuron_di.transfer_bench.shape import Shape
 from neuron_di.types import BlockId, Incarnation
@@ -79,10 +80,19 @@ class Moved:
 class MeasuringEnd:
     """Lives on one thread. Owns the link, a pool, and the engines on it."""
 
-    def __init__(self, link: ControlLink, *, has_arena: bool = False) -> None:
+    def __init__(
+        self,
+        link: ControlLink,
+        *,
+        has_arena: bool = False,
+        options: TransferOptions = TransferOptions(),  # noqa: B008 - nothing changes it
+    ) -> None:
         """`has_arena`: the other end is a child of this process, so that one memory will do."""
         self._link = link
-        self._has_arena = has_arena
+        self.has_arena = has_arena
+        self._options = options
+        self.lost: NeuronDiError | None = None  # what the link ended with
+        self._is_open = False  # the other end's pool, perhaps
         self._arena_fd: int | None = None
         self._incarnation = Incarnation("")
         self._peer = Incarnation("")
@@ -91,22 +101,41 @@ class MeasuringEnd:
         self._lanes: dict[int, Lane] = {}
         self.places = Places((), ())  # of the pools that are open
 
-    def open_pools(self, shape: Shape, pool_bytes_min: int) -> ShmRegion:
-        """One at each end, large enough for the shape. The serving end's, as its host sees it."""
+    def open_pools(
+        self, shape: Shape, pool_bytes_min: int, kind: PoolKind | None = None
+    ) -> ShmRegion:
+        """One at each end, large enough for the shape. The serving end's, as its host sees it.
+
+        Where no kind is named: in an arena if this end has one.
+        """
         self.close_pools()
+        kind = kind or ("arena" if self.has_arena else "host")
         layout = shape.layout()
         num_blocks = shape.pool_blocks(pool_bytes_min)
-        require_room(num_blocks * layout.block_bytes)
+        host_bytes = 0 if kind == "device" else num_blocks * layout.block_bytes
+        require_room(host_bytes)
         fields = msgspec.convert(asdict(layout), LayoutFields)
         # In an arena, as workers of one host have them: then no other process needs to agree.
-        self._arena_fd = create_arena() if self._has_arena else None
+        self._arena_fd = create_arena() if kind == "arena" else None
+        self._is_open = True
         opened = self._ask(
-            OpenPool(layout=fields, num_blocks=num_blocks, arena_fd=self._arena_fd), PoolOpened
+            OpenPool(
+                layout=fields,
+                num_blocks=num_blocks,
+                arena_fd=self._arena_fd,
+                is_on_device=kind == "device",
+            ),
+            PoolOpened,
         )
-        require_room(num_blocks * layout.block_bytes)  # beside the other end's, where it is here
+        require_room(host_bytes)  # beside the other end's, where it is here
         self._peer, self._incarnation = opened.incarnation, Incarnation(secrets.token_hex(16))
         self._pool = make_pool(
-            layout, num_blocks, self._incarnation, "measuring", arena_fd=self._arena_fd
+            layout,
+            num_blocks,
+            self._incarnation,
+            "measuring",
+            arena_fd=self._arena_fd,
+            is_on_device=kind == "device",
         )
         self.places = Places(opened.block_ids, self._pool.block_ids())
         return opened.region
@@ -114,7 +143,7 @@ class MeasuringEnd:
     def connect(self, number: int, engine: str) -> SetUp:
         """Open this engine at both ends, under a number, and connect. Raises what went wrong."""
         start_s = now_s()
-        lanes = open_lanes(engine, self.pool, self._link.local_host)
+        lanes = open_lanes(engine, self.pool, self._link.local_host, self._options)
         open_s = now_s() - start_s
         self._lane_sets[number] = lanes
         opened = self._ask(OpenLane(lane=number, engine=engine), LaneOpened)
@@ -152,11 +181,10 @@ class MeasuringEnd:
         Raises what the transfer ended with; KvCorrupt where other bytes arrived.
         """
         pool, lane = self.pool, self._lanes[number]
-        memory, block_bytes = pool.memory(), pool.layout.block_bytes
         choice = self._choose(lane, num_blocks, is_contiguous=is_contiguous)
         source_ids, block_ids = choice.source_ids, choice.block_ids
         if verify and lane.name != EXCHANGES:
-            clear(memory, block_ids, block_bytes)
+            clear_blocks(pool, block_ids)
         tag = secrets.randbelow(TAG_MAX)
         prepared = self._prepare(number, tag, choice, with_digest=verify)
         just_before()
@@ -168,7 +196,7 @@ class MeasuringEnd:
         receive = Receive(
             tag=tag,
             runs=runs,
-            memory=memory,
+            memory=pool.memory(),
             source=BlockSource(offered_ids, prepared.generations),
             block_ids=[BlockId(block_id) for block_id in block_ids],
         )
@@ -180,7 +208,7 @@ class MeasuringEnd:
             self.places.exchange(choice)
             pool.exchanges()  # of which no scheduler needs to hear
         received_ids = block_ids if token.adopted_ids is None else token.adopted_ids
-        if verify and digest(memory, received_ids, block_bytes) != prepared.digest:
+        if verify and digest_blocks(pool, received_ids) != prepared.digest:
             raise KvCorrupt(f"{lane.name} brought other bytes than were sent")
         return Moved(
             transfer_s=transfer_s,
@@ -193,10 +221,10 @@ class MeasuringEnd:
 
     def close_pools(self) -> None:
         """Both ends', with the engines on them."""
-        if self._pool is None:
-            return
         self._close_own()
-        self._ask(ClosePool(), Closed)
+        if self._is_open:
+            self._is_open = False
+            self._ask(ClosePool(), Closed)
 
     def close(self) -> None:
         """End at once. The serving end notices by itself."""
@@ -253,12 +281,16 @@ class MeasuringEnd:
             self._arena_fd = None
 
     def _ask(self, question: msgspec.Struct, kind: type[Answer]) -> Answer:
-        self._link.send(question)
-        answer = self._link.receive(to_measuring_decoder, ANSWER_TIMEOUT_S)
+        try:
+            self._link.send(question)
+            answer = self._link.receive(to_measuring_decoder, ANSWER_TIMEOUT_S)
+            if not isinstance(answer, Refused | kind):
+                raise RemoteProtocolError(f"another answer than expected: {type(answer).__name__}")
+        except NeuronDiError as error:
+            self.lost = error
+            raise
         if isinstance(answer, Refused):
             raise PeerRefused(f"the other end: {answer.code}: {answer.message}")
-        if not isinstance(answer, kind):
-            raise RemoteProtocolError(f"another answer than expected: {type(answer).__name__}")
         return answer
 
 

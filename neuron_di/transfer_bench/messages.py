@@ -48,6 +48,7 @@ class OpenPool(msgspec.Struct, frozen=True, kw_only=True, tag="open_pool"):
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_MAX)]
     # Of the measuring end's process, where the serving end is its child: one memory for both.
     arena_fd: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None
+    is_on_device: bool = False  # in the memory of the first GPU
 
 
 class PoolOpened(msgspec.Struct, frozen=True, kw_only=True, tag="pool_opened"):

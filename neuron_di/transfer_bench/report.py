@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 from statistics import median
+from typing import Self
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from neuron_di.errors import NeuronDiError
 from neuron_di.transfer_bench.measuring_end import Moved
 
 FORMAT = 1
@@ -38,12 +40,26 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     set_up_ms: float  # of the pair: offers, connecting, proof
 
 
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why one engine has no figures with one shape: its error's code and words."""
+
+    shape: str
+    engine: str  # as it was asked for
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, shape: str, engine: str, error: NeuronDiError) -> Self:
+        return cls(shape=shape, engine=engine, code=error.code, message=error.message)
+
+
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`peer` is where the other end ran."""
+    """`peer` is where the other end ran. Each engine has figures or a failure with each shape."""
 
     peer: str
     repeats: int
     figures: list[Figures]
+    failures: list[Failure] = []
     format: int = FORMAT
 
 
@@ -112,11 +128,25 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(0, rank - 1)]
 
 
+def words_of(failures: Sequence[Failure]) -> list[str]:
+    """A line for each engine and reason."""
+    shapes: dict[tuple[str, str, str], list[str]] = {}
+    for each in failures:
+        shapes.setdefault((each.engine, each.code, each.message), []).append(each.shape)
+    return [
+        f"{engine} does not work with {', '.join(names)}: {code}: {message}"
+        for (engine, code, message), names in shapes.items()
+    ]
+
+
 def print_report(report: TransferReport, console: Console) -> None:
+    """The figures. Of what failed it says no more than that."""
     console.print(table_of(report))
     for each in report.figures:
         if each.reason:
             console.print(f"{each.shape}: {each.reason}", soft_wrap=True)
+    if not report.figures:
+        return
     num_verified = sum(each.num_verified for each in report.figures)
     words = "every transfer" if num_verified else "the first transfer of each row"
     console.print(f"{report.repeats} transfers each; {words} was verified", soft_wrap=True)
@@ -144,6 +174,8 @@ def table_of(report: TransferReport) -> Table:
             _number(each.plan_us),
             _number(each.post_us),
         )
+    for failure in report.failures:
+        table.add_row(failure.shape, failure.engine, "failed", *["-"] * 7)
     return table
 
 

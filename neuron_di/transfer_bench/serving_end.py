@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import msgspec
 
 from neuron_di.clock import now_s
+from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError, NeuronDiError, PeerGone, PeerTimeout, RemoteProtocolError
 from neuron_di.kv import KvLayout, KvPool, whole_block_runs
+from neuron_di.kv.device_pool import DevicePool
 from neuron_di.transfer import LaneSet, Send, TransferToken
-from neuron_di.transfer_bench.block_bytes import digest, fill
 from neuron_di.transfer_bench.control_link import ControlLink
 from neuron_di.transfer_bench.make_pool import make_pool
 from neuron_di.transfer_bench.messages import (
@@ -35,6 +36,7 @@ from neuron_di.transfer_bench.messages import (
     to_serving_decoder,
 )
 from neuron_di.transfer_bench.open_lanes import open_lanes
+from neuron_di.transfer_bench.pool_bytes import digest_blocks, fill_pool
 from neuron_di.transfer_bench.resources import process_cpu_s, require_room
 from neuron_di.types import BlockId, Incarnation
 
@@ -57,9 +59,15 @@ class _Transfer:
 class ServingEnd:
     """Answers one authenticated measuring end, until it goes. Owns a pool and its engines."""
 
-    def __init__(self, link: ControlLink, parent_pid: int | None) -> None:
+    def __init__(
+        self,
+        link: ControlLink,
+        parent_pid: int | None,
+        options: TransferOptions = TransferOptions(),  # noqa: B008 - nothing changes it
+    ) -> None:
         self._link = link
         self._parent_pid = parent_pid
+        self._options = options
         self._incarnation = Incarnation("")
         self._pool: KvPool | None = None
         self._lanes: dict[int, LaneSet] = {}
@@ -107,19 +115,26 @@ class ServingEnd:
     def _open_pool(self, question: OpenPool) -> PoolOpened:
         self._close_pool()
         layout = KvLayout(**msgspec.structs.asdict(question.layout))
-        require_room(question.num_blocks * layout.block_bytes)
+        if not question.is_on_device:
+            require_room(question.num_blocks * layout.block_bytes)
         self._incarnation = Incarnation(secrets.token_hex(16))
-        self._pool = self._make_pool(layout, question)
-        block_ids = self._pool.block_ids()
-        fill(self._pool.memory(), block_ids, layout.block_bytes)
+        pool = self._pool = self._make_pool(layout, question)
+        fill_pool(pool)
+        region = pool.head_region() if isinstance(pool, DevicePool) else pool.region()
         return PoolOpened(
-            incarnation=self._incarnation, region=self._pool.region(), block_ids=list(block_ids)
+            incarnation=self._incarnation, region=region, block_ids=list(pool.block_ids())
         )
 
     def _make_pool(self, layout: KvLayout, question: OpenPool) -> KvPool:
         num_blocks, arena_fd = question.num_blocks, question.arena_fd
         if arena_fd is None:
-            return make_pool(layout, num_blocks, self._incarnation, "serving")
+            return make_pool(
+                layout,
+                num_blocks,
+                self._incarnation,
+                "serving",
+                is_on_device=question.is_on_device,
+            )
         if self._parent_pid is None:
             raise RemoteProtocolError("an arena of a process that did not start this one")
         try:
@@ -135,7 +150,7 @@ class ServingEnd:
         pool = self._require_pool()
         self._close_lane(question.lane)
         start_s = now_s()
-        lanes = open_lanes(question.engine, pool, self._link.local_host)
+        lanes = open_lanes(question.engine, pool, self._link.local_host, self._options)
         self._lanes[question.lane] = lanes
         return LaneOpened(open_s=now_s() - start_s)
 
@@ -154,10 +169,9 @@ class ServingEnd:
         if len(question.block_ids) != len(ids):
             raise RemoteProtocolError(f"{len(ids)} blocks into {len(question.block_ids)}")
         runs = whole_block_runs(pool.layout, ids, question.block_ids)
-        memory, block_bytes = pool.memory(), pool.layout.block_bytes
         prepared = Prepared(
             generations=pool.generations(ids),
-            digest=digest(memory, ids, block_bytes) if question.with_digest else b"",
+            digest=digest_blocks(pool, ids) if question.with_digest else b"",
         )
         send = Send(tag=question.tag, runs=runs)
         self._transfer = _Transfer(question.lane, question.engine, ids, send, process_cpu_s())

@@ -63,6 +63,10 @@ class Shape:
         """Blocks of a pool that is at least so large and has room for the shape."""
         return max(self.num_blocks, min(-(-pool_bytes_min // self.block_bytes), _BLOCKS_MAX))
 
+    def pool_bytes(self, pool_bytes_min: int) -> int:
+        """Bytes of that pool."""
+        return self.pool_blocks(pool_bytes_min) * self.block_bytes
+
     def __str__(self) -> str:
         size = _size(self.block_bytes)
         return size if self.num_blocks == 1 else f"{self.num_blocks}x{size}"

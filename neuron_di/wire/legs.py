@@ -176,6 +176,7 @@ class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt: int = 0
     num_generated: int = 0  # output ids known at its end, those that were given included
     link: str = ""  # name of the transfer engine; "" when no KV came or went
+    link_reason: str = ""  # decode: a word on each engine that was considered for it
     form: KvForm | None = None  # how it came; None likewise
     kv_blocks: int = 0
     kv_bytes: int = 0  # that were moved: none where blocks changed their owner

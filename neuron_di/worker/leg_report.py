@@ -39,6 +39,7 @@ class LegReport:
                 num_prompt=event.num_prompt,
                 num_generated=event.num_generated,
                 link=arrived.engine if arrived is not None else "",
+                link_reason=arrived.engine_reason if arrived is not None else "",
                 form=arrived.form if arrived is not None else None,
                 kv_blocks=kv_blocks,
                 kv_bytes=arrived.kv_bytes if arrived is not None else 0,

@@ -62,6 +62,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     continued: int  # attempts that went on after tokens had been sent
     grade: Grade | None  # of a continued answer
     link: str  # the transfer engine that brought the KV; "" when none came
+    link_reason: str = ""  # why that one, when the decode worker could still say so
     form: KvForm | None = None  # how; None likewise
     kv_bytes: int  # moved from prefill to decode: none where blocks changed their owner
     transfer_s: float
@@ -153,6 +154,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             continued=continued.continued if continued else 0,
             grade=continued.grade if continued else None,
             link=link,
+            link_reason=decode.link_reason if decode is not None else "",
             form=form,
             kv_bytes=kv_bytes,
             transfer_s=transfer_s,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from neuron_di.wire import WorkerStatus
+from neuron_di.wire import LANES_MAX, WorkerStatus
 from neuron_di_proxy.health import HealthReport
 from neuron_di_proxy.model_metrics import MODEL_LABEL
 from neuron_di_proxy.self_test import PairResult
@@ -26,6 +26,7 @@ _OF_WORKERS = {
     "num_signals_refused": ("signals_refused", "messages of peers that were refused"),
     "num_lanes_failed": ("lanes_failed", "connections to peers' KV that broke in use"),
     "num_fallbacks": ("fallbacks", "connections to peers' KV by other than the preferred engine"),
+    "num_streams_refused": ("streams_refused", "prompts whose layers were not as promised"),
     "num_stale": ("stale", "messages of peers that came too late or twice"),
 }
 
@@ -42,6 +43,7 @@ def worker_families(reports: list[HealthReport], pairs: list[PairResult]) -> Ite
     yield _states(reports)
     yield _kv_usages(reports)
     yield from _own_counts(reports)
+    yield _lanes(reports)
     degraded = GaugeMetricFamily(
         "neuron_di_pair_degraded",
         "1 where a prefill and a decode worker cannot hand over",
@@ -94,3 +96,21 @@ def _own_counts(reports: list[HealthReport]) -> Iterator[Metric]:
             if status is not None:
                 gauge.add_metric((worker_id,), getattr(status, field))
         yield gauge
+
+
+def _lanes(reports: list[HealthReport]) -> Metric:
+    lanes = GaugeMetricFamily(
+        "neuron_di_worker_lane",
+        "1 for each prefill worker (`peer`) that it takes KV from: by which engine, and why",
+        labels=("worker", "peer", "engine", "reason"),
+    )
+    # Two processes of a peer, or two links to it, may be alike.
+    found = {
+        (report.record.worker_id, lane.peer, lane.engine, lane.reason)
+        for report in reports
+        if report.status is not None
+        for lane in report.status.lanes[:LANES_MAX]
+    }
+    for labels in sorted(found):
+        lanes.add_metric(labels, 1)
+    return lanes

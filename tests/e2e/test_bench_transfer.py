@@ -3,11 +3,15 @@
 import asyncio
 import json
 import re
+import shutil
+import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from contract.fake_cuda import WHY_NOT, library_path
 from openai_kit import eventually
 from process_kit import Ended, command, run
 
@@ -16,9 +20,10 @@ from neuron_di.transfer_bench.flags import ENGINES, KEY_VARIABLE, READY_WORDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
+MAKE_CERTIFICATES = Path(__file__).parents[2] / "examples/certificates/make_certificates.sh"
 SMALL = ("--pool-mib", "4", "--repeats", "2", "--verify", "--json")
 SHAPES = ("--shape", "64KiB", "--shape", "100x4KiB")
-NEEDS_MORE = ("nixl", "cuda_ipc")  # a package, a device
+NO_CUDA = {"NEURON_DI_CUDART": "/nowhere/libcudart.so"}
 KEY = "a-key-of-this-test-and-no-other-one"
 
 
@@ -31,9 +36,14 @@ def figures_of(ended: Ended) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "auto"])
 async def test_every_engine_moves_every_byte_between_two_processes(engine: str) -> None:
-    ended = await run("bench-transfer", "--engine", engine, *SMALL, *SHAPES)
-    if engine in NEEDS_MORE and ended.code == 2:
-        assert f"{engine} does not work: config_error" in ended.stderr
+    environ = {}
+    if engine == "cuda_ipc":
+        if WHY_NOT is not None:
+            pytest.skip(WHY_NOT)
+        environ["NEURON_DI_CUDART"] = str(library_path())  # the simulator
+    ended = await run("bench-transfer", "--engine", engine, *SMALL, *SHAPES, environ=environ)
+    if engine == "nixl" and ended.code == 1:
+        assert "nixl does not work with " in ended.stderr
         pytest.skip(ended.stderr.strip())
     small, paged = figures_of(ended)
     assert [each["shape"] for each in (small, paged)] == ["64KiB", "100x4KiB"]
@@ -54,6 +64,36 @@ async def test_engines_take_turns_and_auto_says_why_it_is_the_one() -> None:
     assert (shm["engine"], shm["reason"]) == ("shm", "")
 
 
+async def test_engines_that_share_no_pool_are_measured_one_after_the_other() -> None:
+    if find_spec("nixl_cu12") is None:
+        pytest.skip("the package nixl-cu12 is not installed")
+    flags = ("--engine", "nixl", "--engine", "handover", "--shape", "8x4KiB")
+    ended = await run("bench-transfer", *SMALL, *flags)
+    if "nixl does not work with 8x4KiB: " in ended.stderr:
+        pytest.skip(ended.stderr.strip())
+    assert [each["engine"] for each in figures_of(ended)] == ["nixl", "handover"]
+
+
+async def test_an_engine_that_is_not_there_takes_nobody_elses_figures_with_it() -> None:
+    flags = ("--engine", "cuda_ipc", "--engine", "shm", *SHAPES)
+    ended = await run("bench-transfer", *SMALL, *flags, environ=NO_CUDA)
+    assert ended.code == 1
+    report = json.loads(ended.stdout)
+    assert [each["engine"] for each in report["figures"]] == ["shm", "shm"]
+    assert [each["engine"] for each in report["failures"]] == ["cuda_ipc", "cuda_ipc"]
+    (line,) = ended.stderr.strip().splitlines()
+    assert line.startswith("neuron-di: cuda_ipc does not work with 64KiB, 100x4KiB: ")
+    assert "pip install 'neuron-di[cuda]'" in line
+
+
+async def test_a_failure_has_its_row_even_where_nothing_was_measured() -> None:
+    ended = await run("bench-transfer", "--engine", "cuda_ipc", "--shape", "64KiB", environ=NO_CUDA)
+    assert ended.code == 1
+    assert re.search(r"^64KiB +cuda_ipc +failed ", ended.stdout, re.MULTILINE)
+    assert "verified" not in ended.stdout
+    assert "cuda_ipc does not work with 64KiB: " in ended.stderr
+
+
 async def test_without_json_there_is_a_table() -> None:
     ended = await run(
         "bench-transfer", "--engine", "shm", "--shape", "64KiB", "--pool-mib", "4", "--repeats", "1"
@@ -71,6 +111,8 @@ async def test_without_json_there_is_a_table() -> None:
         (("--pool-mib", "0"), "--pool-mib goes from 1"),
         (("--pool-mib", "16385"), "--pool-mib goes from 1"),
         (("--shape", "100000x1GiB"), "is too large"),
+        (("--transfer-streams", "65"), "--transfer-streams goes from 1 to 64"),
+        (("--transfer-tls-cert", "cert.pem"), "go together"),
         (("--connect", "nowhere"), "--connect is HOST:PORT"),
         (("--connect", "127.0.0.1:1"), "the serving end printed a key"),
         (("--serve", "--port", "70000"), "--port goes from 0"),
@@ -123,6 +165,37 @@ async def test_two_ends_over_tcp() -> None:
         assert KEY.encode() not in rest
 
 
+@pytest.fixture
+def pem(tmp_path: Path) -> Path:
+    """Certificates, one of them good for either end."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the keys")
+    folder = tmp_path / "pem"
+    subprocess.run(
+        ["sh", str(MAKE_CERTIFICATES), str(folder), "127.0.0.1"], check=True, capture_output=True
+    )
+    return folder
+
+
+async def test_tcp_with_tls_over_several_streams(pem: Path) -> None:
+    flags = [
+        f"--transfer-tls-cert={pem / 'server.pem'}",
+        f"--transfer-tls-key={pem / 'server.key'}",
+    ]
+    flags += [f"--transfer-tls-ca={pem / 'ca.pem'}", "--transfer-streams=3"]
+    small, paged = figures_of(await run("bench-transfer", "--engine=tcp", *SMALL, *SHAPES, *flags))
+    assert (small["num_verified"], paged["num_verified"]) == (2, 2)
+
+    # An end without TLS is not talked to.
+    async with command("bench-transfer", "--serve", environ={KEY_VARIABLE: KEY}) as serving:
+        address = (await line_of(serving)).removeprefix(READY_WORDS).strip()
+        plain = ("--connect", address, "--engine", "tcp", "--shape", "4KiB")
+        ended = await run("bench-transfer", *plain, *flags, environ={KEY_VARIABLE: KEY})
+    assert ended.code == 1
+    assert "tcp does not work with 4KiB: " in ended.stderr
+    assert "TLS" in ended.stderr
+
+
 async def test_an_engine_that_does_not_work_between_two_ends_is_named() -> None:
     """They are two hosts to each other: no arena is theirs."""
     async with command("bench-transfer", "--serve", environ={KEY_VARIABLE: KEY}) as serving:
@@ -131,8 +204,8 @@ async def test_an_engine_that_does_not_work_between_two_ends_is_named() -> None:
             "bench-transfer", "--connect", address, "--engine", "handover", "--shape", "4KiB",
             environ={KEY_VARIABLE: KEY},
         )  # fmt: skip
-        assert ended.code in (1, 2)
-        assert "handover does not work: " in ended.stderr
+        assert ended.code == 1
+        assert "handover does not work with 4KiB: config_error: handover is for " in ended.stderr
 
 
 async def test_a_serving_end_that_dies_ends_the_run() -> None:

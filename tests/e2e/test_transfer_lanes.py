@@ -1,5 +1,6 @@
 """KV by each transfer engine that a user can ask for: the same text, and said by what and why."""
 
+import re
 import shutil
 import ssl
 import subprocess
@@ -83,6 +84,18 @@ async def check(client: Client, expected: list[str], link: str, form: str) -> No
         assert receipt["decode"]["kv_blocks"] > 0
 
 
+async def check_reason(client: Client, link: str, reason: str) -> None:
+    """Status, receipt and metrics say the same."""
+    assert f"decode-0 takes KV from prefill-0 by {link} ({reason})\n" in await shown(client)
+    (lane,) = (await client.load())["decode-0"]["lanes"]
+    assert (lane["peer"], lane["engine"], lane["reason"]) == ("prefill-0", link, reason)
+    _, receipts = await answers_of(client)
+    assert {(each["link"], each["link_reason"]) for each in receipts} == {(link, reason)}
+    said = await eventually(lambda: _lane_metric(client))  # workers tell it once a second
+    expected = {"worker": "decode-0", "peer": "prefill-0", "engine": link, "reason": reason}
+    assert expected.items() <= said.items()
+
+
 async def shown(client: Client) -> str:
     """What `neuron-di status` prints."""
     report = await run("status", "--url", client.url)
@@ -99,14 +112,7 @@ async def test_each_engine_gives_the_same_text(
     link, form = ("handover", "handed_over") if engine == "auto" else (engine, "direct")
     async with serving(tiny_tales, transfer=(engine,)) as client:
         await check(client, expected, link, form)
-        words = f"decode-0 takes KV from prefill-0 by {link} ({link}: chosen)\n"
-        assert words in await shown(client)
-        (lane,) = (await client.load())["decode-0"]["lanes"]
-        assert (lane["peer"], lane["engine"], lane["reason"]) == (
-            "prefill-0",
-            link,
-            f"{link}: chosen",
-        )
+        await check_reason(client, link, f"{link}: chosen")
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +220,19 @@ async def test_memory_that_cannot_be_mapped_goes_by_tcp(
     both = ["--transfer=shm,tcp"]
     async with pair(tiny_tales, both, both, decode_within=apart) as client:
         await check(client, expected, "tcp", "direct")
-        (lane,) = (await client.load())["decode-0"]["lanes"]
         reason = "shm: the peer is on another machine, in another container or of another user"
-        assert lane["reason"] == f"{reason}; tcp: chosen"
-        assert f"by tcp ({reason}; tcp: chosen)" in await shown(client)
+        await check_reason(client, "tcp", f"{reason}; tcp: chosen")
+
+
+async def _lane_metric(client: Client) -> dict[str, str] | None:
+    """The labels of the only lane that /metrics shows; None: it shows none yet."""
+    async with client.session.get(client.url + "/metrics") as response:
+        text = await response.text()
+    found = re.findall(r"^neuron_di_worker_lane\{(.*)\} 1\.0$", text, re.MULTILINE)
+    if not found:
+        return None
+    (labels,) = found
+    return dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels))
 
 
 async def _true_if_known(client: Client, num: int) -> bool | None:

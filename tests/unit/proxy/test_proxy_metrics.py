@@ -8,7 +8,7 @@ from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import make_record, token
 
 from neuron_di.registry import RefusedRecord
-from neuron_di.wire import Failed
+from neuron_di.wire import Failed, LaneStatus
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.health import HealthReport
 from neuron_di_proxy.metrics import Metrics
@@ -52,10 +52,11 @@ async def test_what_workers_count_is_shown_of_each(playing):
         "num_leases_ended": 4,
         "num_signals_refused": 5,
         "num_stale": 6,
+        "num_streams_refused": 7,
     }
     names = ("blocks_quarantined", "kv_bytes_received", "kv_mismatched", "leases_ended")
-    names += ("signals_refused", "stale", "blocks_free")
-    values = (2, 8192, 3, 4, 5, 6, 60)
+    names += ("signals_refused", "stale", "streams_refused", "blocks_free")
+    values = (2, 8192, 3, 4, 5, 6, 7, 60)
     expected = {
         (f"neuron_di_worker_{name}", "d1"): value for name, value in zip(names, values, strict=True)
     }
@@ -65,6 +66,25 @@ async def test_what_workers_count_is_shown_of_each(playing):
         return expected.items() <= (await samples(playing.proxy)).items()
 
     await until(is_so)
+
+
+async def test_each_lane_is_shown_once_with_its_reason(playing):
+    tcp = {"engine": "tcp", "reason": 'shm: not "here"\n; tcp: chosen', "connect_s": 0.1}
+    shm = {"engine": "shm", "reason": "shm: chosen", "connect_s": 0.1}
+    lanes = [LaneStatus(peer="p1", **tcp)] * 2 + [LaneStatus(peer="p2", **shm)]
+    playing.decode.says = {"lanes": lanes}
+    expected = {
+        ("neuron_di_worker_lane", *sorted(("d1", "p1", "tcp", tcp["reason"]))): 1,
+        ("neuron_di_worker_lane", *sorted(("d1", "p2", "shm", "shm: chosen"))): 1,
+    }
+
+    async def is_so():
+        seen = await samples(playing.proxy)
+        return expected == {key: seen[key] for key in seen if key[0] == "neuron_di_worker_lane"}
+
+    await until(is_so)
+    async with playing.proxy.http.get("/metrics") as response:
+        assert (await response.text()).count("neuron_di_worker_lane{") == 2
 
 
 async def test_a_worker_that_never_answered_has_no_counts(playing):

@@ -55,11 +55,13 @@ def test_a_request_that_found_no_worker_has_none():
 def test_a_transfer_that_both_ends_report_is_counted_once():
     tried = attempt()
     tried.prefill = receipt("p1", "prefill", kv_bytes=100, transfer_s=0.1, verify_s=0.25)
-    tried.decode = receipt("d1", "decode", kv_bytes=100, transfer_s=0.2, verify_s=0.5, link="shm")
+    came = {"kv_bytes": 100, "link": "shm", "link_reason": "shm: chosen"}
+    tried.decode = receipt("d1", "decode", transfer_s=0.2, verify_s=0.5, **came)
     running = record("r1", tried)
     running.finished = finished(3)
     sealed = running.seal("length")
-    assert (sealed.kv_bytes, sealed.transfer_s, sealed.link) == (100, 0.2, "shm")
+    assert (sealed.kv_bytes, sealed.transfer_s) == (100, 0.2)
+    assert (sealed.link, sealed.link_reason) == ("shm", "shm: chosen")
     assert sealed.verify_s == 0.75  # made at one end, compared at the other
     assert (sealed.num_prompt, sealed.num_generated) == (5, 3)
     assert (sealed.continued, sealed.grade) == (0, None)

@@ -5,6 +5,7 @@ import pytest
 from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError
 from neuron_di.transfer_bench import add_bench_transfer_flags, run_bench_transfer
+from neuron_di.transfer_bench.command import _options_of
 from neuron_di.transfer_bench.flags import AUTO, ENGINES, KEY_VARIABLE
 from neuron_di.transfer_bench.resources import require_room
 
@@ -22,6 +23,17 @@ def test_the_flags_know_the_engines_that_a_worker_knows():
     with pytest.raises(ConfigError) as refused:
         TransferOptions(transfer=("carrier-pigeon",))
     assert all(name in refused.value.message for name in ENGINES)
+
+
+def test_what_tcp_is_told_is_what_a_worker_would_be_told():
+    files = [f"--transfer-tls-{name}={name}.pem" for name in ("cert", "key", "ca")]
+    assert _options_of(flags_of("--transfer-streams", "3", *files)) == TransferOptions(
+        transfer_streams=3,
+        transfer_tls_cert="cert.pem",
+        transfer_tls_key="key.pem",
+        transfer_tls_ca="ca.pem",
+    )
+    assert _options_of(flags_of()) == TransferOptions()
 
 
 def test_serving_and_connecting_exclude_each_other():

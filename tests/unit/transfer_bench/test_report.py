@@ -4,8 +4,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from neuron_di.errors import KvCorrupt
 from neuron_di.transfer_bench.measuring_end import Moved
-from neuron_di.transfer_bench.report import Samples, TransferReport, percentile, print_report
+from neuron_di.transfer_bench.report import (
+    Failure,
+    Samples,
+    TransferReport,
+    percentile,
+    print_report,
+    words_of,
+)
 
 
 def moved(transfer_s, *, kv_bytes=1 << 30, cpu_s=0.0, is_verified=False):
@@ -79,8 +87,25 @@ def test_the_report_is_json_that_can_be_read_back_and_a_table_of_80_columns():
     assert "the first transfer of each row was verified" in text
 
 
-def printed(*figures):
+def test_what_failed_alike_is_a_line_and_every_failure_has_its_row():
+    error = KvCorrupt("other bytes")
+    failures = [Failure.of(shape, "shm", error) for shape in ("64KiB", "1GiB")]
+    failures.append(Failure.of("1GiB", "tcp", error))
+    assert words_of(failures) == [
+        "shm does not work with 64KiB, 1GiB: kv_corrupt: other bytes",
+        "tcp does not work with 1GiB: kv_corrupt: other bytes",
+    ]
+    text = printed(failures=failures)
+    assert [line.split()[:3] for line in text.splitlines() if "failed" in line] == [
+        ["64KiB", "shm", "failed"],
+        ["1GiB", "shm", "failed"],
+        ["1GiB", "tcp", "failed"],
+    ]
+    assert "verified" not in text
+
+
+def printed(*figures, failures=()):
     file = io.StringIO()
-    report = TransferReport(peer="here", repeats=1, figures=list(figures))
+    report = TransferReport(peer="here", repeats=1, figures=list(figures), failures=list(failures))
     print_report(report, Console(file=file, width=80))
     return file.getvalue()

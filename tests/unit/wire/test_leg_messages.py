@@ -39,6 +39,7 @@ EVENTS = [
     Finished(reason="stop", num_prompt=9, num_generated=2, receipt=RECEIPT, text="x", stop="\n"),
     Finished(reason="stop", num_prompt=9, num_generated=2, receipt=RECEIPT, stop=7),
     Finished(reason="length", num_prompt=9, num_generated=2, receipt=RECEIPT),
+    Released(receipt=msgspec.structs.replace(RECEIPT, link_reason='tcp: "gone"; shm: chosen')),
     Failed(code="c", message="m", http_status=502, retryable=True, param="prompt"),
     Failed(code="c", message="m", http_status=502, retryable=True, fault="peer"),
 ]
