@@ -1,6 +1,7 @@
 """How KV moves between workers: by which transfer engines, and what it may become on the way."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from neuron_di.config.option import ByteSize, option
 from neuron_di.errors import ConfigError
@@ -32,7 +33,8 @@ class TransferOptions:
         at_least=4096,
     )
     transfer_host: str | None = option(
-        "address at which decode workers fetch KV over TCP from a prefill worker; none is --host",
+        "address at which decode workers fetch KV over TCP from a prefill worker, and whose "
+        "network interface NIXL's UCX uses; none is --host",
         default=None,
     )
     transfer_port: int = option(
@@ -44,6 +46,11 @@ class TransferOptions:
         default=1,
         at_least=1,
         at_most=64,
+    )
+    nixl_backend: Literal["UCX", "LIBFABRIC"] = option(
+        "what moves KV beneath the engine nixl: UCX, or LIBFABRIC, as for EFA on AWS; both workers "
+        "of a pair need the same",
+        default="UCX",
     )
     transfer_tls_cert: str | None = option(
         "certificate chain for TLS between workers, PEM, shown by both ends; none sends KV "

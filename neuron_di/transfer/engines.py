@@ -71,10 +71,13 @@ def _shm(pool: KvPool, setting: _Setting) -> TransferEngine:  # noqa: ARG001
     return ShmEngine(pool)
 
 
-def _nixl(pool: KvPool, setting: _Setting) -> TransferEngine:  # noqa: ARG001
+def _nixl(pool: KvPool, setting: _Setting) -> TransferEngine:
     from neuron_di.transfer.nixl_engine import NixlEngine
 
-    return NixlEngine(pool)
+    options = setting.options
+    return NixlEngine(
+        pool, backend=options.nixl_backend, host=options.transfer_host or setting.host
+    )
 
 
 def _tcp(pool: KvPool, setting: _Setting) -> TransferEngine:

@@ -7,7 +7,9 @@ busy for ever (its thread polls without a pause), and loading it changes how thi
 import contextlib
 import importlib
 import logging
+import math
 import os
+import queue
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -22,8 +24,17 @@ from neuron_di.kv import Memory
 
 Rows = NDArray[np.uint64]  # [runs, 3]: address, bytes, device
 
-# How often a serving agent looks after its peers when nothing wakes it up.
-_SERVE_DELAY_US = 20_000
+# How often a serving agent looks after its peers when nothing wakes it up. Nothing ever wakes up
+# LIBFABRIC's thread.
+_SERVE_DELAY_US = {"UCX": 20_000, "LIBFABRIC": 1_000}
+_NEEDS = {
+    "LIBFABRIC": ": it needs libfabric.so.1 (see docs/nixl.md for its version), libhwloc.so.15, "
+    "libcuda.so.1 and libcudart.so.12, which NIXL's package does not have"
+}
+_HINTS = {
+    "UCX": "; UCX_TLS, if it is set, must name lanes that notice the end of a peer, such as tcp",
+    "LIBFABRIC": "; `fi_info` lists what libfabric finds here",
+}
 # How long to wait before looking whether a transfer is done: twice as long each time.
 _POLL_S_MIN, _POLL_S_MAX = 20e-6, 200e-6
 
@@ -65,25 +76,45 @@ class NixlAgent:
     ConfigError where it cannot be made. A reading agent is one thread's, but for `register`.
     """
 
-    def __init__(self, name: str, backend_options: Mapping[str, str], *, is_serving: bool) -> None:
+    def __init__(
+        self, name: str, backend: str, backend_options: Mapping[str, str], *, is_serving: bool
+    ) -> None:
         self._nixl = nixl = load_nixl()
         self._failures = _failures(nixl)
         config = nixl.nixlAgentConfig()
         config.useProgThread = is_serving
-        config.pthrDelay = _SERVE_DELAY_US
+        config.pthrDelay = _SERVE_DELAY_US[backend]
         config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
         try:
             self._agent: Any = nixl.nixlAgent(name, config)
-            self._agent.createBackend("UCX", dict(backend_options))
+            if not self._has_plugin(backend):
+                raise ConfigError(
+                    f"NIXL's plugin {backend} (libplugin_{backend}.so) cannot be loaded"
+                    f"{_NEEDS.get(backend, '')}; with NIXL_LOG_LEVEL=DEBUG NIXL says what it lacks",
+                    param="nixl_backend",
+                )
+            self._agent.createBackend(backend, dict(backend_options))
         except self._failures as error:
+            hint = _HINTS.get(backend, "")
             raise ConfigError(
-                f"NIXL's UCX backend cannot be started: {error}; UCX_TLS, if it is set, must name "
-                "lanes that notice the end of a peer, such as tcp"
+                f"NIXL's {backend} backend cannot be started: {error}{hint}"
             ) from None
         self._peer = ""
         self._transfer: int | None = None  # in progress
         self._prepared: list[int] = []  # own blocks, the peer's blocks
         self._never = threading.Event()
+        self._last = Deadline(math.inf)  # no transfer goes on after it
+
+    def _has_plugin(self, backend: str) -> bool:
+        try:
+            self._agent.getPluginParams(backend)
+        except self._failures:
+            return False
+        return True
+
+    def end_by(self, deadline: Deadline) -> None:
+        """Whatever is read after that fails, however long it had. From any thread."""
+        self._last = deadline
 
     def register(self, memory: Memory) -> None:
         """Memory that transfers may touch, until close(). ConfigError where it cannot be."""
@@ -101,12 +132,26 @@ class NixlAgent:
         metadata: bytes = self._agent.getLocalMD()
         return metadata
 
-    def connect(self, agent: str, metadata: bytes) -> None:
-        """Reach this peer. PeerGone where it cannot be."""
+    def connect(self, agent: str, metadata: bytes, timeout_s: float) -> None:
+        """Reach this peer. PeerGone or PeerTimeout where it cannot be."""
+        native, failures = self._agent, self._failures
+        ended: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+        def load() -> None:
+            try:
+                ended.put(native.loadRemoteMD(metadata))
+            except failures as error:
+                ended.put(error)
+
+        # LIBFABRIC never ends its attempts to reach one that died.
+        threading.Thread(target=load, name="kv-nixl-connect", daemon=True).start()
         try:
-            name = self._agent.loadRemoteMD(metadata)
-        except self._failures as error:
-            raise PeerGone(f"NIXL does not reach the prefill worker: {error}") from None
+            name = ended.get(timeout=timeout_s)
+        except queue.Empty:
+            self._agent = None  # the thread's: it ends with the process
+            raise PeerTimeout("NIXL does not reach the prefill worker") from None
+        if isinstance(name, Exception):
+            raise PeerGone(f"NIXL does not reach the prefill worker: {name}")
         self._peer = name.decode(errors="replace")
         if self._peer != agent:
             raise PeerGone("NIXL's metadata is of another agent than the named")
@@ -162,7 +207,7 @@ class NixlAgent:
             status = self._agent.postXferReq(transfer)
             delay_s = _POLL_S_MIN
             while status == nixl.NIXL_IN_PROG:
-                if deadline.has_passed():
+                if deadline.has_passed() or self._last.has_passed():
                     raise PeerTimeout("a transfer from the prefill worker came to a halt")
                 self._never.wait(delay_s)
                 delay_s = min(2 * delay_s, _POLL_S_MAX)

@@ -1,36 +1,52 @@
-"""The transfer engine over NIXL (UCX): RDMA between hosts, or this host's shared memory.
+"""The transfer engine over NIXL: RDMA between hosts, or this host's shared memory.
 
 The decode worker reads prefill's registered pool; prefill's processor is not involved, where the
 hardware can do without. Where it cannot (UCX over TCP) prefer the engine tcp: UCX emulates reads
 there, and a process whose reader dies in mid-transfer may be aborted by it.
 """
 
+import hashlib
+import itertools
+import os
 import threading
+from typing import Literal
 
 from neuron_di.errors import ConfigError, NeuronDiError, PeerGone, PeerRefused
 from neuron_di.kv import ArenaPool, KvLayout, KvPool, Memory, head_bytes
+from neuron_di.obs import get_logger
 from neuron_di.transfer.nixl_agent import NixlAgent
+from neuron_di.transfer.nixl_devices import devices_of
 from neuron_di.transfer.nixl_reader import NixlReader
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import Incarnation
 from neuron_di.wire import NixlRegion, Region
 
-TRANSFER_TIMEOUT_S = 30.0
+_log = get_logger(__name__)
+
+TRANSFER_TIMEOUT_S = 30.0  # beside the time for its bytes
 
 
 class NixlEngine:
     """Owns an agent that serves this worker's pool, and a reader per peer; borrows the pool.
 
-    `ucx_config` has UCX settings of this engine alone ("TLS=tcp,NET_DEVICES=eth0"), before those
-    of the environment (UCX_TLS, …). ConfigError where NIXL is not installed or cannot start.
+    Over UCX it uses the network interface that has the address `host`, unless UCX_NET_DEVICES or
+    `ucx_config` name others; `ucx_config` has UCX settings of this engine alone ("TLS=tcp"), where
+    the environment (UCX_TLS, …) does not say otherwise. ConfigError where NIXL is not installed, or
+    its backend cannot be loaded or started.
     """
 
     name = "nixl"
     is_one_sided = True
 
     def __init__(
-        self, pool: KvPool, *, ucx_config: str = "", timeout_s: float = TRANSFER_TIMEOUT_S
+        self,
+        pool: KvPool,
+        *,
+        backend: Literal["UCX", "LIBFABRIC"] = "UCX",
+        host: str = "127.0.0.1",
+        ucx_config: str = "",
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> None:
         if isinstance(pool, ArenaPool):  # it has no header and generations of its own
             raise ConfigError(
@@ -38,21 +54,25 @@ class NixlEngine:
                 "handover out of --transfer"
             )
         self._pool = pool
-        # With mode "peer" a transfer from a process that dies ends with an error.
-        self._options = {"ucx_error_handling_mode": "peer", "engine_config": ucx_config}
+        self._backend = backend
+        self._options = _ucx_options(host, ucx_config) if backend == "UCX" else {}
         self._timeout_s = timeout_s
         self._memories = OwnMemories(pool.memory())
         self._lock = threading.Lock()
+        self._connections = itertools.count()
         self._readers: dict[Incarnation, NixlReader] = {}
         self._ending: list[NixlReader] = []
         self._is_closed = False
-        self._server = NixlAgent(pool.incarnation, self._options, is_serving=True)
+        self._server = NixlAgent(pool.incarnation, backend, self._options, is_serving=True)
         head = head_bytes(pool.num_blocks)
         memory = pool.memory()
         self._server.register(Memory(memory.address - head, head + memory.num_bytes))
+        metadata = self._server.metadata()
         self._region = NixlRegion(
             agent=pool.incarnation,
-            metadata=self._server.metadata(),
+            metadata=metadata,
+            digest=hashlib.sha256(metadata).digest(),
+            backend=backend,
             address=memory.address,
             num_bytes=memory.num_bytes,
         )
@@ -70,8 +90,14 @@ class NixlEngine:
     def connect(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
         if not isinstance(region, NixlRegion):
             raise PeerRefused("the peer's pool is not registered with NIXL")
+        if region.backend != self._backend:
+            raise PeerRefused(
+                f"--nixl-backend is {self._backend} here and {region.backend} at the prefill worker"
+            )
+        # Of its own for each connection: LIBFABRIC at the other end takes no second of one name.
+        name = f"{self._pool.incarnation}-{peer}-{next(self._connections)}"
         try:
-            agent = NixlAgent(f"{self._pool.incarnation}-{peer}", self._options, is_serving=False)
+            agent = NixlAgent(name, self._backend, self._options, is_serving=False)
         except ConfigError as error:  # out of descriptors: another engine may do
             raise PeerGone(error.message) from None
         try:
@@ -147,3 +173,18 @@ class NixlEngine:
     def _end(self, reader: NixlReader) -> None:
         reader.end()
         self._ending = [one for one in self._ending if one.is_alive()] + [reader]
+
+
+def _ucx_options(host: str, ucx_config: str) -> dict[str, str]:
+    # With mode "peer" a transfer from a process that dies ends with an error.
+    options = {"ucx_error_handling_mode": "peer", "engine_config": ucx_config}
+    if "UCX_NET_DEVICES" in os.environ or "NET_DEVICES=" in ucx_config:
+        return options
+    devices = devices_of(host)
+    if not devices:
+        _log.warning("nixl_listens_everywhere", host=host, remedy="set UCX_NET_DEVICES")
+    elif len(devices) == 1:
+        options["engine_config"] = f"NET_DEVICES={devices[0]},{ucx_config}"
+    else:  # NIXL takes no list there, and ends what it takes elsewhere with ":1"
+        os.environ["UCX_NET_DEVICES"] = ",".join(devices)
+    return options

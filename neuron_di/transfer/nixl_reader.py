@@ -9,6 +9,7 @@ transfers are touched by that.
     `head_bytes`                      block 0 …      what transfers read
 """
 
+import hashlib
 import threading
 from functools import partial
 
@@ -25,6 +26,16 @@ from neuron_di.types import Incarnation
 from neuron_di.wire import NixlRegion
 
 _GENERATION_BYTES = 8
+# NIXL does not say how far a transfer has come, only whether it is over: it has this long beside
+# the time that a peer may be silent. As over tcp, where each piece has.
+BYTES_PER_S_MIN = 1e6
+MOVING_S_MAX = 600.0
+ENDING_S = 20.0  # for all that is posted, once the peer is forgotten; a CopyThread waits longer
+
+
+def deadline_of(num_bytes: int, timeout_s: float) -> Deadline:
+    """When a read of so many bytes must be through."""
+    return Deadline.after(min(timeout_s + num_bytes / BYTES_PER_S_MIN, MOVING_S_MAX))
 
 
 class NixlReader:
@@ -52,10 +63,12 @@ class NixlReader:
         self.num_blocks, rest = divmod(region.num_bytes, layout.block_bytes)
         if region.kind != "DRAM" or rest or not self.num_blocks:
             raise PeerRefused("the prefill worker's pool is none that this engine can read")
+        if hashlib.sha256(region.metadata).digest() != region.digest:
+            raise PeerRefused("NIXL's metadata came damaged")  # it would end this process
         self._head_address = region.address - head_bytes(self.num_blocks)
         if self._head_address < 0:
             raise PeerRefused("the prefill worker's pool lies nowhere")
-        agent.connect(region.agent, region.metadata)
+        agent.connect(region.agent, region.metadata, timeout_s)
         # The first bytes of the peer's segment, as they were last read.
         self._head = self._registered_bytes(GENERATIONS_OFFSET)
         self._read_head(0, GENERATIONS_OFFSET)
@@ -85,7 +98,8 @@ class NixlReader:
         self._thread.post(partial(self._receive, receive), receive.runs.num_bytes, token)
 
     def end(self) -> None:
-        """Read what was posted, then forget the peer. Returns at once."""
+        """Read what was posted, within ENDING_S, then forget the peer. Returns at once."""
+        self._agent.end_by(Deadline.after(ENDING_S))
         self._thread.end(self._agent.close)
 
     def join(self) -> None:
@@ -109,7 +123,8 @@ class NixlReader:
         return None
 
     def _read(self, receive: Receive) -> None:
-        runs, deadline = receive.runs, Deadline.after(self._timeout_s)
+        runs = receive.runs
+        deadline = deadline_of(runs.num_bytes, self._timeout_s)
         own, peers, lengths = runs.destination_offsets, runs.source_offsets, runs.lengths
         if self._is_prepared(receive):
             size = self._block_bytes

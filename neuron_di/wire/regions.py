@@ -74,10 +74,15 @@ class TcpRegion(msgspec.Struct, frozen=True, kw_only=True, tag="tcp"):
 
 
 class NixlRegion(msgspec.Struct, frozen=True, kw_only=True, tag="nixl"):
-    """A pool registered with a NIXL agent; `metadata` is what its peers load."""
+    """A pool registered with a NIXL agent; `metadata` is what its peers load.
+
+    NIXL does not survive damage there: `digest`, its SHA-256, is compared first.
+    """
 
     agent: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    backend: Literal["UCX", "LIBFABRIC"] = "UCX"  # of NIXL: both ends have the same
     address: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     num_bytes: Count
     kind: Literal["DRAM", "VRAM"] = "DRAM"

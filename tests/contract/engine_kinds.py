@@ -1,14 +1,17 @@
 """Every kind of transfer engine. Each must pass the same tests: one entry here is all it takes."""
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from neuron_di.errors import ConfigError
 from neuron_di.kv import ArenaPool, KvLayout, KvPool
 from neuron_di.transfer import ShmEngine, TransferEngine
 from neuron_di.transfer.cuda_ipc_engine import CudaIpcEngine
 from neuron_di.transfer.handover_engine import HandoverEngine
+from neuron_di.transfer.nixl_agent import NixlAgent
 from neuron_di.transfer.nixl_engine import NixlEngine
 from neuron_di.transfer.tcp_engine import TcpEngine
 from neuron_di.types import Incarnation, WorkerId
@@ -49,6 +52,19 @@ def _join(arena_fd: int, layout: KvLayout, num_blocks: int, incarnation: Incarna
     return ArenaPool.join(arena_fd, WorkerId(incarnation), layout, num_blocks, incarnation)
 
 
+def _lack_of_libfabric() -> str | None:
+    """NIXL's package has the plugin, and not what it needs."""
+    try:
+        ctypes.CDLL("libfabric.so.1")
+    except OSError as error:
+        return f"nixl over libfabric: {error}"
+    try:
+        NixlAgent("try", "LIBFABRIC", {}, is_serving=False).close()
+    except ConfigError as error:
+        return f"nixl over libfabric: {error}"
+    return None
+
+
 _KINDS = (
     EngineKind(
         name="handover",
@@ -67,6 +83,13 @@ _KINDS = (
         package="nixl_cu12",
         is_variant=True,
         outlives_its_readers=False,  # UCX emulates reads there, and aborts when it cannot answer
+    ),
+    EngineKind(
+        name="nixl over libfabric",
+        make=lambda pool: NixlEngine(pool, backend="LIBFABRIC", timeout_s=10.0),
+        package="nixl_cu12",
+        lack=_lack_of_libfabric(),
+        is_variant=True,
     ),
     EngineKind(  # on a simulated GPU: tests/device has a real one
         name="cuda_ipc", make=CudaIpcEngine, make_pool=fake_cuda.make_pool, lack=fake_cuda.WHY_NOT

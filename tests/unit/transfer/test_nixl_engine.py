@@ -1,20 +1,36 @@
 """NIXL beside the rest of the process: what it leaves alone. What it moves, tests/contract says."""
 
+import hashlib
 import logging
 import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
+from types import ModuleType
 
 import msgspec
+import psutil
 import pytest
 
+from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError, PeerGone, PeerRefused, RemoteProtocolError
 from neuron_di.kv import ArenaPool, KvLayout, KvPool, create_arena, whole_block_runs
-from neuron_di.transfer import BlockSource, Receive, TransferToken
+from neuron_di.transfer import (
+    BlockSource,
+    LaneSet,
+    Receive,
+    ShmEngine,
+    TransferToken,
+    make_engines,
+    nixl_agent,
+    nixl_engine,
+)
+from neuron_di.transfer.nixl_agent import NixlAgent
+from neuron_di.transfer.nixl_devices import devices_of
 from neuron_di.transfer.nixl_engine import NixlEngine
 from neuron_di.types import BlockId, Incarnation, WorkerId
 from neuron_di.wire import NixlRegion, Offer
@@ -83,6 +99,23 @@ def test_a_region_goes_over_the_wire(pools, engines):
     assert Offer.of("nixl", region).read() == region
 
 
+@pytest.mark.parametrize("num_bytes", [1, 100, None])
+def test_damaged_metadata_is_refused_before_nixl_sees_it(pools, engines, num_bytes, monkeypatch):
+    """NIXL itself ends the process at some of it."""
+    own, peer = pools
+    monkeypatch.delattr(NixlAgent, "connect")
+    region = engines[1].local_region(own.incarnation)
+    metadata = region.metadata
+    damages = [metadata[:num_bytes][:-1], metadata + b"\0"] + [
+        metadata[:n] + bytes([metadata[n] ^ 1]) + metadata[n + 1 :]
+        for n in range(0, len(metadata), 41)
+    ]
+    for damaged in damages:
+        changed = msgspec.structs.replace(region, metadata=damaged)
+        with pytest.raises(PeerRefused, match="damaged"):
+            engines[0].connect(peer.incarnation, changed, LAYOUT)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -108,6 +141,8 @@ def test_a_region_that_is_not_the_peers_pool_is_no_connection(pools, engines, ch
     region = engines[1].local_region(own.incarnation)
     assert isinstance(region, NixlRegion)
     engine.disconnect(peer.incarnation)
+    if "metadata" in changes:  # not damaged on the way: made so
+        changes = {**changes, "digest": hashlib.sha256(changes["metadata"]).digest()}
     with pytest.raises((PeerGone, PeerRefused, RemoteProtocolError)):
         engine.connect(peer.incarnation, msgspec.structs.replace(region, **changes), LAYOUT)
     token = engine.post_receive(peer.incarnation, receive_of(own, peer, [0], [0]))
@@ -120,6 +155,93 @@ def test_a_region_that_is_not_the_peers_pool_is_no_connection(pools, engines, ch
 def test_a_region_of_another_engine_is_refused(pools, engines):
     with pytest.raises(PeerRefused):
         engines[0].connect(pools[1].incarnation, pools[1].region(), LAYOUT)
+
+
+def test_another_backend_is_refused_and_another_lane_taken(pools, engines):
+    own, peer = pools
+    region = msgspec.structs.replace(engines[1].local_region(own.incarnation), backend="LIBFABRIC")
+    with pytest.raises(PeerRefused, match="--nixl-backend is UCX here and LIBFABRIC at"):
+        engines[0].connect(peer.incarnation, region, LAYOUT)
+    shm = ShmEngine(own)
+    offers = [Offer.of("nixl", region), Offer.of("shm", peer.region())]
+    lane = LaneSet([engines[0], shm]).connect(peer.incarnation, offers, LAYOUT)
+    with closing(shm):
+        assert lane.name == "shm"
+        assert "--nixl-backend is UCX here and LIBFABRIC at" in lane.reason
+        assert not lane.is_fallback  # it will not be better later
+
+
+def test_a_backend_whose_plugin_cannot_be_loaded_is_named(pools, monkeypatch):
+    class Agent:
+        def __init__(self, *args):
+            self._agent = nixl.nixlAgent(*args)
+
+        def getPluginParams(self, name):
+            return self._agent.getPluginParams(f"{name}_NOT_THERE")
+
+    nixl = nixl_agent.load_nixl()
+    module = ModuleType("nixl")
+    vars(module).update(vars(nixl), nixlAgent=Agent)
+    monkeypatch.setattr(nixl_agent, "load_nixl", lambda: module)
+    with pytest.raises(ConfigError, match="LIBFABRIC") as caught:
+        make_engines(
+            pools[0],
+            TransferOptions(transfer=("nixl",), nixl_backend="LIBFABRIC"),
+            "127.0.0.1",
+        )
+    assert "libfabric" in caught.value.message
+    assert caught.value.param == "nixl_backend"
+
+
+def hosts_listened_at() -> Counter[str]:
+    connections = psutil.Process().net_connections("tcp")
+    return Counter(one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN)
+
+
+@pytest.fixture
+def net_devices(monkeypatch):
+    """Of the user: not set."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "")  # so that it is put back
+    monkeypatch.delenv("UCX_NET_DEVICES")
+
+
+@pytest.mark.usefixtures("net_devices")
+@pytest.mark.parametrize("rdma", [[], ["mlx5_99:1"]], ids=["none", "rdma"])
+def test_it_listens_at_its_host_alone(pools, monkeypatch, rdma):
+    own, peer = pools
+    monkeypatch.setattr(nixl_engine, "devices_of", lambda host: [*devices_of(host), *rdma])
+    before = hosts_listened_at()
+    with closing(NixlEngine(own)) as reading, closing(NixlEngine(peer)) as serving:
+        reading.connect(peer.incarnation, serving.local_region(own.incarnation), LAYOUT)
+        opened = hosts_listened_at() - before
+        assert set(opened) == {"127.0.0.1"}
+        receive = receive_of(own, peer, [1], [1])
+        assert ended(reading.post_receive(peer.incarnation, receive)).error() is None
+
+
+@pytest.mark.usefixtures("net_devices")
+def test_the_host_is_that_of_the_options(pools, monkeypatch):
+    asked = []
+    monkeypatch.setattr(nixl_engine, "devices_of", lambda host: asked.append(host) or ["lo"])
+    for host in (None, "127.0.0.3"):
+        options = TransferOptions(transfer=("nixl",), transfer_host=host)
+        for engine in make_engines(pools[0], options, "127.0.0.2"):
+            engine.close()
+    assert asked == ["127.0.0.2", "127.0.0.3"]
+
+
+@pytest.mark.usefixtures("net_devices")
+def test_where_the_host_names_no_interface_ucx_chooses_and_it_is_said(pools, caplog):
+    with closing(NixlEngine(pools[0], host="0.0.0.0")):
+        assert [one.getMessage() for one in caplog.records] == ["nixl_listens_everywhere"]
+
+
+def test_what_the_user_says_of_devices_holds(pools, monkeypatch):
+    monkeypatch.setattr(nixl_engine, "devices_of", pytest.fail)
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    NixlEngine(pools[0], host="192.0.2.1").close()
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    NixlEngine(pools[0], host="192.0.2.1", ucx_config="TLS=tcp,NET_DEVICES=lo").close()
 
 
 def test_a_pool_without_a_header_of_its_own_is_refused_when_the_worker_starts():
