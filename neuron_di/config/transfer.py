@@ -43,7 +43,7 @@ class TransferOptions:
     transfer_streams: int = option(
         "connections per pair of workers that large KV is spread over, where it goes by tcp: more "
         "where the network limits each of them",
-        default=1,
+        default=2,  # measured: on one host nearly twice as fast as 1, and 3 or 4 no faster
         at_least=1,
         at_most=64,
     )

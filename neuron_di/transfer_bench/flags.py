@@ -9,7 +9,7 @@ AUTO = "auto"
 ENGINES = (AUTO, "handover", "cuda_ipc", "shm", "nixl", "tcp")
 
 _OF_TCP = (  # by the names that workers have for them
-    ("streams", "N", "connections that large transfers are spread over (default: 1)"),
+    ("streams", "N", "connections that large transfers are spread over (default: 2)"),
     ("tls-cert", "FILE", "certificate chain for TLS, shown by both ends"),
     ("tls-key", "FILE", "its private key"),
     ("tls-ca", "FILE", "certificates that sign those of the other end"),

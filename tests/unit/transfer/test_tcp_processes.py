@@ -66,7 +66,8 @@ def region_of(process: "subprocess.Popen[str]", pair: TcpPair) -> TcpRegion:
 def test_a_sender_that_dies_or_freezes_in_mid_transfer(sender, fate):
     """Its bytes pass through a relay that stops them half-way: so it is in mid-transfer."""
     times = TcpTimes(silence_s=0.5)
-    with tcp_pair(4096, times=times, is_connected=False) as pair, Throttle() as throttle:
+    options = {"is_connected": False, "transfer_streams": 1}
+    with tcp_pair(4096, times=times, **options) as pair, Throttle() as throttle:
         region = region_of(sender, pair)
         port = throttle.start(region.port)
         pair.decode.connect(PREFILL, msgspec.structs.replace(region, port=port), LAYOUT)
