@@ -39,6 +39,7 @@ _PATIENCE_SHARE = 0.8
 # is more than this only where a single prompt may be.
 LANDING_SHARE = 2
 LANDING_BYTES = 1 << 30
+TRIALS_MAX = 1  # of better lanes, at a time: they take threads that requests need, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +182,8 @@ class NeuronConnector:
         """
         others = [*self._retired, *self._trials]
         if (
-            buffer.is_connected
+            len(self._trials) < TRIALS_MAX
+            and buffer.is_connected
             and buffer.lane is not None
             and not any(other.peer.incarnation == buffer.peer.incarnation for other in others)
             and (better := self._lanes.better_than(buffer.lane)) is not None
@@ -221,10 +223,12 @@ class NeuronConnector:
     def _on_connected(self, buffer: RecvBuffer) -> None:
         if buffer in self._trials:
             self._end_trial(buffer)
-        self.on_change(buffer)
+        if not buffer.is_broken:
+            self._disconnect_unused(buffer.peer.incarnation)
+            self.on_change(buffer)
 
     def _on_broken(self, broken: RecvBuffer) -> None:
-        """Forget it. The engine disconnects, unless a newer buffer works with the same process."""
+        """Forget it. Nobody hears of it while another buffer works with the same process."""
         peer = broken.peer
         key = (peer.signal_host, peer.signal_port, peer.incarnation)
         if self.connection_dict.get(key) is broken:
@@ -234,15 +238,17 @@ class NeuronConnector:
         if is_trial := broken in self._trials:
             self._trials.remove(broken)
             _log.info("lane_not_better", peer=peer.worker_id)
-        others = [b for b in self._buffers() if b.peer.incarnation == peer.incarnation]
-        if not others:
-            self._lanes.disconnect(peer.incarnation)
-        elif broken.lane is not None and not any(
-            other.lane is None or other.lane.name == broken.lane.name for other in others
-        ):
-            broken.lane.engine.disconnect(peer.incarnation)  # the others go by another way
-        if not is_trial:
+        self._disconnect_unused(peer.incarnation)
+        others = (b for b in self._buffers() if b.peer.incarnation == peer.incarnation)
+        if not is_trial and not any(other.is_connected for other in others):
             self.on_change(broken)
+
+    def _disconnect_unused(self, peer: Incarnation) -> None:
+        """Leave no engine connected to a process that no link reaches by it."""
+        lanes = [b.lane for b in self._buffers() if b.peer.incarnation == peer]
+        used = [lane.name for lane in lanes if lane is not None]
+        if len(used) == len(lanes):  # else one is connecting, by any of them
+            self._lanes.disconnect(peer, but=used)
 
     def buffers(self) -> list[RecvBuffer]:
         """All there are, with those that are retired, or tried."""

@@ -157,7 +157,7 @@ class KvReceiver:
         error = self.lane.commit(receive)
         if error is None and copied.adopted_ids is not None:
             arrived.adopted_ids, arrived.form = copied.adopted_ids, "handed_over"
-        arrived.engine, arrived.engine_reason = self.lane.name, self.lane.reason
+        arrived.engine, arrived.engine_reason = self.lane.name, self.lane.verdicts
         arrived.kv_bytes, arrived.transfer_s = copied.kv_bytes, copied.transfer_s
         arrived.verify_s = now_s() - start_s
         return error
@@ -174,7 +174,7 @@ class KvReceiver:
             self._place(entry, ready, room)
         except Exception as bug:
             return LocalProtocolError(f"KV could not be placed: {type(bug).__name__}")
-        arrived.engine, arrived.engine_reason = self.lane.name, self.lane.reason
+        arrived.engine, arrived.engine_reason = self.lane.name, self.lane.verdicts
         arrived.form = "streamed"
         arrived.verify_s = now_s() - start_s
         return None

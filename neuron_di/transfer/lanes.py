@@ -12,7 +12,7 @@ Every link has one lane. It is chosen by the decode worker, which names it in ea
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from neuron_di.clock import Deadline, now_s
@@ -45,11 +45,16 @@ UNSTREAMED_LANES = frozenset({"handover", "cuda_ipc"})  # nothing moves, or not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A connection of this decode worker to one peer's KV. `reason` has a word on each engine."""
+    """A connection of this decode worker to one peer's KV.
+
+    `reason` has a word on each engine, for operators; `verdicts` says the same in codes, for
+    anybody.
+    """
 
     peer: Incarnation
     engine: TransferEngine
     reason: str
+    verdicts: str = ""
     connect_s: float
     is_fallback: bool = False  # an engine that goes before it failed
 
@@ -122,34 +127,40 @@ class LaneSet:
         start_s = now_s()
         offered = {offer.engine: offer for offer in offers}
         words: dict[str, str] = {}
+        suspected = [engine for engine in self.engines if self._why_suspected(peer, engine)]
+        for engine in suspected:
+            words[engine.name] = f"failed: {self._why_suspected(peer, engine)}"
+        verdicts = {engine.name: "failed" for engine in suspected}
+        failed = set(verdicts)
         failure: NeuronDiError | None = None
-        is_fallback = False
-        for engine in self._in_order(peer, words):
+        for engine in [*(e for e in self.engines if e not in suspected), *suspected]:
             name = engine.name
             if (offer := offered.get(name)) is None:
-                words[name] = "not offered by the peer"
+                words[name], verdicts[name] = "not offered by the peer", "not_offered"
                 continue
             try:
                 engine.connect(peer, offer.read(), layout)
             except NeuronDiError as error:
-                words[name] = error.message[:REASON_CHARS_MAX]
+                words[name], verdicts[name] = error.message[:REASON_CHARS_MAX], error.code
                 failure = error if words[name] == error.message else type(error)(words[name])
                 # Refused: these two never had it in common, say because they are on two hosts.
-                is_fallback |= not isinstance(error, PeerRefused)
+                if not isinstance(error, PeerRefused):
+                    failed.add(name)
             except Exception as bug:  # of one engine: the others may do
                 with self._lock:
                     self._log.exception("lane_failed", lane=name)
-                is_fallback = True
+                failed.add(name)
                 failure = LocalProtocolError(f"connecting failed: {type(bug).__name__}")
-                words[name] = failure.message
+                words[name], verdicts[name] = failure.message, failure.code
             else:
-                words[name] = "chosen"
+                words[name] = verdicts[name] = "chosen"
                 lane = Lane(
                     peer=peer,
                     engine=engine,
                     reason=self._reason(words),
+                    verdicts=self._reason(verdicts),
                     connect_s=now_s() - start_s,
-                    is_fallback=is_fallback or self._is_behind_suspects(peer, engine),
+                    is_fallback=any(each.name in failed for each in self._before(engine)),
                 )
                 with self._lock:
                     self._log.info("lane_chosen", lane=name, reason=lane.reason)
@@ -167,8 +178,8 @@ class LaneSet:
 
         The lane itself stays as it is. None: it is no fallback, or it is not the time yet.
         """
-        peer, before = lane.peer, self.engines[: self.engines.index(lane.engine)]
-        if not lane.is_fallback or self._is_behind_suspects(peer, lane.engine):
+        peer, before = lane.peer, self._before(lane.engine)
+        if not lane.is_fallback or any(self._why_suspected(peer, each) for each in before):
             return None
         with self._lock:
             due, _ = self._retries.get(peer, (None, 0.0))
@@ -237,29 +248,25 @@ class LaneSet:
             if len(self._suspects) > SUSPECTS_MAX:
                 self._suspects.popitem(last=False)
 
-    def disconnect(self, peer: Incarnation) -> None:
-        """Forget a peer, on whichever engine. Unknown peers are ignored."""
-        with self._lock:
-            self._accepted.pop(peer, None)
-            self._retries.pop(peer, None)
+    def disconnect(self, peer: Incarnation, but: Collection[str] = ()) -> None:
+        """Forget a peer, on whichever engine but those of these names. Unknown ones are ignored.
+
+        How long a better lane is put off stays known: its failing is what may have ended the link.
+        """
+        if not but:
+            with self._lock:
+                self._accepted.pop(peer, None)
         for engine in self.engines:
-            engine.disconnect(peer)
+            if engine.name not in but:
+                engine.disconnect(peer)
 
     def close(self) -> None:
         """End all engines after the transfers that were posted. Blocks until then."""
         for engine in self.engines:
             engine.close()
 
-    def _in_order(self, peer: Incarnation, words: dict[str, str]) -> list[TransferEngine]:
-        """The preferred first, behind them those that failed a moment ago."""
-        suspected = [engine for engine in self.engines if self._why_suspected(peer, engine)]
-        for engine in suspected:
-            words[engine.name] = f"failed: {self._why_suspected(peer, engine)}"
-        return [engine for engine in self.engines if engine not in suspected] + suspected
-
-    def _is_behind_suspects(self, peer: Incarnation, engine: TransferEngine) -> bool:
-        before = self.engines[: self.engines.index(engine)]
-        return any(self._why_suspected(peer, each) for each in before)
+    def _before(self, engine: TransferEngine) -> tuple[TransferEngine, ...]:
+        return self.engines[: self.engines.index(engine)]
 
     def _why_suspected(self, peer: Incarnation, engine: TransferEngine) -> str:
         """Empty where it is not."""

@@ -22,7 +22,7 @@ def devices_of(host: str) -> list[str]:
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return []
     address = ipaddress.ip_address(found[0][4][0])
     if address.is_loopback:  # 127.0.0.2, too

@@ -24,6 +24,9 @@ from neuron_di.wire import NixlRegion, Region
 
 _log = get_logger(__name__)
 
+_DEVICES = "UCX_NET_DEVICES"
+_chosen: set[str] = set()  # what it was set to here, and not by whoever runs this
+
 TRANSFER_TIMEOUT_S = 30.0  # beside the time for its bytes
 
 
@@ -178,13 +181,16 @@ class NixlEngine:
 def _ucx_options(host: str, ucx_config: str) -> dict[str, str]:
     # With mode "peer" a transfer from a process that dies ends with an error.
     options = {"ucx_error_handling_mode": "peer", "engine_config": ucx_config}
-    if "UCX_NET_DEVICES" in os.environ or "NET_DEVICES=" in ucx_config:
+    if os.environ.get(_DEVICES) in _chosen:
+        del os.environ[_DEVICES]  # another engine's of this process, perhaps of another host
+    if _DEVICES in os.environ or "NET_DEVICES=" in ucx_config:
         return options
     devices = devices_of(host)
     if not devices:
-        _log.warning("nixl_listens_everywhere", host=host, remedy="set UCX_NET_DEVICES")
+        _log.warning("nixl_listens_everywhere", host=host, remedy=f"set {_DEVICES}")
     elif len(devices) == 1:
         options["engine_config"] = f"NET_DEVICES={devices[0]},{ucx_config}"
     else:  # NIXL takes no list there, and ends what it takes elsewhere with ":1"
-        os.environ["UCX_NET_DEVICES"] = ",".join(devices)
+        os.environ[_DEVICES] = ",".join(devices)
+        _chosen.add(os.environ[_DEVICES])
     return options

@@ -129,7 +129,7 @@ class RecvBuffer:
     @property
     def lane(self) -> Lane | None:
         """What moves its KV; None before it is connected."""
-        return self._receiver.lane if self._receiver is not None else None
+        return self._link.lane
 
     @property
     def layout(self) -> KvLayout:

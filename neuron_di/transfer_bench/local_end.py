@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from select import select
 
-from neuron_di.config import TransferOptions
+from neuron_di.config import TransferOptions, child_environment
 from neuron_di.errors import PeerGone, PeerTimeout
 from neuron_di.transfer_bench.control_link import ControlLink, make_key
 from neuron_di.transfer_bench.flags import KEY_VARIABLE, READY_WORDS
@@ -29,7 +29,7 @@ def local_serving_end(
     words += [f"--{name}={value}" for name, value in of_tcp.items() if value is not None]
     process = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "neuron_di", "bench-transfer", *words],
-        env=os.environ | {KEY_VARIABLE: key},  # which only its user can read
+        env=child_environment() | {KEY_VARIABLE: key},  # which only its user can read
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C reaches this process, which ends that one

@@ -81,6 +81,7 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     peer: WorkerId
     engine: str
     reason: str  # a word on each engine that was considered
+    verdicts: str = ""  # the same in codes, which may be shown to anybody
     connect_s: float  # that finding it took
 
 

@@ -205,6 +205,7 @@ class Worker:
                 peer=peer.worker_id,
                 engine=lane.name,
                 reason=lane.reason,
+                verdicts=lane.verdicts,
                 connect_s=lane.connect_s,
             )
             for peer, lane in lanes[:LANES_MAX]

@@ -106,7 +106,7 @@ def _lanes(reports: list[HealthReport]) -> Metric:
     )
     # Two processes of a peer, or two links to it, may be alike.
     found = {
-        (report.record.worker_id, lane.peer, lane.engine, lane.reason)
+        (report.record.worker_id, lane.peer, lane.engine, lane.verdicts)
         for report in reports
         if report.status is not None
         for lane in report.status.lanes[:LANES_MAX]

@@ -84,15 +84,16 @@ async def check(client: Client, expected: list[str], link: str, form: str) -> No
         assert receipt["decode"]["kv_blocks"] > 0
 
 
-async def check_reason(client: Client, link: str, reason: str) -> None:
-    """Status, receipt and metrics say the same."""
+async def check_reason(client: Client, link: str, reason: str, verdicts: str) -> None:
+    """Status says it to operators, receipt and metrics in codes to anybody."""
     assert f"decode-0 takes KV from prefill-0 by {link} ({reason})\n" in await shown(client)
     (lane,) = (await client.load())["decode-0"]["lanes"]
-    assert (lane["peer"], lane["engine"], lane["reason"]) == ("prefill-0", link, reason)
+    assert (lane["peer"], lane["engine"]) == ("prefill-0", link)
+    assert (lane["reason"], lane["verdicts"]) == (reason, verdicts)
     _, receipts = await answers_of(client)
-    assert {(each["link"], each["link_reason"]) for each in receipts} == {(link, reason)}
+    assert {(each["link"], each["link_reason"]) for each in receipts} == {(link, verdicts)}
     said = await eventually(lambda: _lane_metric(client))  # workers tell it once a second
-    expected = {"worker": "decode-0", "peer": "prefill-0", "engine": link, "reason": reason}
+    expected = {"worker": "decode-0", "peer": "prefill-0", "engine": link, "reason": verdicts}
     assert expected.items() <= said.items()
 
 
@@ -112,7 +113,7 @@ async def test_each_engine_gives_the_same_text(
     link, form = ("handover", "handed_over") if engine == "auto" else (engine, "direct")
     async with serving(tiny_tales, transfer=(engine,)) as client:
         await check(client, expected, link, form)
-        await check_reason(client, link, f"{link}: chosen")
+        await check_reason(client, link, f"{link}: chosen", f"{link}: chosen")
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +222,8 @@ async def test_memory_that_cannot_be_mapped_goes_by_tcp(
     async with pair(tiny_tales, both, both, decode_within=apart) as client:
         await check(client, expected, "tcp", "direct")
         reason = "shm: the peer is on another machine, in another container or of another user"
-        await check_reason(client, "tcp", f"{reason}; tcp: chosen")
+        reason, verdicts = f"{reason}; tcp: chosen", "shm: peer_refused; tcp: chosen"
+        await check_reason(client, "tcp", reason, verdicts)
 
 
 async def _lane_metric(client: Client) -> dict[str, str] | None:

@@ -69,12 +69,13 @@ async def test_what_workers_count_is_shown_of_each(playing):
 
 
 async def test_each_lane_is_shown_once_with_its_reason(playing):
-    tcp = {"engine": "tcp", "reason": 'shm: not "here"\n; tcp: chosen', "connect_s": 0.1}
-    shm = {"engine": "shm", "reason": "shm: chosen", "connect_s": 0.1}
-    lanes = [LaneStatus(peer="p1", **tcp)] * 2 + [LaneStatus(peer="p2", **shm)]
+    tcp = {"engine": "tcp", "verdicts": 'shm: not "here"\n; tcp: chosen'}
+    shm = {"engine": "shm", "verdicts": "shm: chosen"}
+    rest = {"reason": "for operators", "connect_s": 0.1}
+    lanes = [LaneStatus(peer="p1", **tcp, **rest)] * 2 + [LaneStatus(peer="p2", **shm, **rest)]
     playing.decode.says = {"lanes": lanes}
     expected = {
-        ("neuron_di_worker_lane", *sorted(("d1", "p1", "tcp", tcp["reason"]))): 1,
+        ("neuron_di_worker_lane", *sorted(("d1", "p1", "tcp", tcp["verdicts"]))): 1,
         ("neuron_di_worker_lane", *sorted(("d1", "p2", "shm", "shm: chosen"))): 1,
     }
 

@@ -33,13 +33,13 @@ async def pair(cluster):
     return decode.lanes, peer, prefill.lanes.offers(decode.local.incarnation)
 
 
-async def fallen_back(prefill, decode, monkeypatch):
+async def fallen_back(prefill, decode, monkeypatch, second="safe"):
     """A link by the second engine, whose first would work by now."""
     monkeypatch.setattr(lanes, "RETRY_S", 0.0)
     engines(decode)["fast"].fails_with = PeerTimeout("no wire")
     link = decode.buffer(prefill)
     await link.connect()
-    assert link.lane.name == "safe"
+    assert link.lane.name == second
     engines(decode)["fast"].fails_with = None
     return link
 
@@ -160,9 +160,11 @@ async def test_a_lane_is_tried_again_later_each_time(pair):
             with pytest.raises(PeerTimeout):
                 better.connect(peer, offers, LAYOUT)
             assert own.better_than(lane) is None
-        own.disconnect(peer)
+        own.disconnect(peer)  # the better lane may be what broke the link
         own.connect(peer, offers, LAYOUT)
-        leaping.leap(61)
+        leaping.leap(3595)
+        assert own.better_than(lane) is None
+        leaping.leap(6)
         by_name["fast"].fails_with = None
         assert own.better_than(lane).connect(peer, offers, LAYOUT).is_fallback is False
 
@@ -186,3 +188,40 @@ async def test_what_is_put_off_is_bounded(pair, monkeypatch):
     for _ in range(20):
         own._put_off(new_incarnation())
     assert len(own._retries) == 8
+
+
+async def test_the_first_engine_is_no_fallback_whatever_fails_behind_it(pair):
+    own, peer, offers = pair
+    fast, safe = own.engines
+    own.suspect(own.connect(peer, offers, LAYOUT), PeerGone("cut"))
+    safe.fails_with = PeerTimeout("no wire")
+    lane = own.connect(peer, offers, LAYOUT)  # tried last, and taken all the same
+    assert (lane.engine, lane.is_fallback) == (fast, False)
+    assert lane.reason == "fast: chosen; safe: no wire"
+    assert lane.verdicts == "fast: chosen; safe: peer_timeout"
+    assert own.better_than(lane) is None
+
+
+@pytest.mark.parametrize("breaks_trial", [False, True])
+async def test_no_engine_stays_connected_that_no_link_uses(cluster, monkeypatch, breaks_trial):
+    """Neither the fallback that broke during a trial nor the better lane of a trial that broke."""
+    prefill = cluster.prefill(make_transfer=FAST, more_engines=[TcpEngine])
+    decode = cluster.decode(make_transfer=FAST, more_engines=[TcpEngine])
+    first = await fallen_back(prefill, decode, monkeypatch, second="tcp")
+    fast, tcp = engines(decode)["fast"], engines(decode)["tcp"]
+    connect, is_connecting, may_connect = fast.connect, threading.Event(), threading.Event()
+
+    def connect_late(*args):
+        is_connecting.set()
+        may_connect.wait(30.0)
+        connect(*args)
+
+    fast.connect = connect_late
+    decode.buffer(prefill)
+    trial = decode.connector.buffers()[-1]
+    assert trial is not first
+    await until(is_connecting.is_set)
+    (trial if breaks_trial else first).close()
+    may_connect.set()
+    kept, gone = (tcp._connected, fast._peers) if breaks_trial else (fast._peers, tcp._connected)
+    await until(lambda: len(fast.connected) == 2 and list(kept) and not gone)

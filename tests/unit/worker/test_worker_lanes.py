@@ -45,7 +45,7 @@ async def test_the_preferred_engine_goes_first_and_the_record_names_all(workers)
     _, rest = await hand_over(prefill, decode)
     assert rest[-1].receipt.link == "shm"
     (lane,) = decode.status().lanes
-    assert rest[-1].receipt.link_reason == lane.reason
+    assert rest[-1].receipt.link_reason == lane.verdicts == "tcp: not_offered; shm: chosen"
     assert lane.reason == "tcp: not offered by the peer; shm: chosen"
     assert [each.partition("@")[0] for each in decode.record().transfer] == ["tcp", "shm"]
     assert prefill.record().transfer == [decode.record().transfer[1]]
