@@ -194,13 +194,13 @@ class Arena:
     def num_granted(self) -> int:
         """Blocks 0 to this exist, whoever owns them. What lies behind must not be touched.
 
-        Whatever others may write there, the file holds them, and it never shrinks.
+        Whatever others may write there, the map and the file hold them, and neither shrinks.
         """
         granted = int(self._granted[0])
         if granted > self._num_held:  # a file grows before what is granted does
             num_bytes = os.fstat(self._fd).st_size - self.data_offset
             self._num_held = num_bytes // self.block_bytes
-        return min(granted, self._num_held)
+        return min(granted, self._num_held, self.blocks_max)
 
     def grant(self, count: int, word: int) -> Ids:
         """So many blocks that did not exist, all with this word. The caller holds the gate alone.
@@ -232,15 +232,17 @@ class Arena:
         of a page costs more than its copy. As many as there is time for.
         """
         deadline = Deadline.after(MAPPING_S)
+        if not (view := self.view):  # closed; from now on that takes nothing away
+            return
         owners = owner_words.slots_of(self.raw_words[: self.num_granted])
         for first, count in _runs(np.flatnonzero(owners == slot)):
             start, end = (self.data_offset + n * self.block_bytes for n in (first, first + count))
             for offset in range(start, end, _MAPPED_BYTES):
                 # Who leaves gives its memory back, and reading that would take it anew.
-                if deadline.has_passed() or self.incarnation_of(slot) != incarnation:
+                if deadline.has_passed() or self.incarnation_of(slot, view) != incarnation:
                     return
                 with contextlib.suppress(OSError):
-                    owner_words.populate(self.view, offset, min(_MAPPED_BYTES, end - offset))
+                    owner_words.populate(view, offset, min(_MAPPED_BYTES, end - offset))
 
     def release(self, ids: Ids) -> None:
         """Give the memory of these blocks back: they read as zeros."""
@@ -283,9 +285,9 @@ class Arena:
         row = _SLOTS_OFFSET + slot * _SLOT.size
         _SLOT.pack_into(self.view, row, name, incarnation.encode())
 
-    def incarnation_of(self, slot: int) -> Incarnation:
+    def incarnation_of(self, slot: int, view: memoryview | None = None) -> Incarnation:
         """Empty where no worker has the slot."""
-        return Incarnation(self._slot(slot)[1].rstrip(b"\0").decode(errors="replace"))
+        return Incarnation(self._slot(slot, view)[1].rstrip(b"\0").decode(errors="replace"))
 
     def is_held(self, slot: int) -> bool:
         """Whether a process of this slot's worker lives, another than this one."""
@@ -314,8 +316,8 @@ class Arena:
         slots = range(1, owner_words.SLOTS)
         return next((slot for slot in slots if self._slot(slot)[0] == name), 0)
 
-    def _slot(self, slot: int) -> tuple[bytes, bytes]:
-        name, incarnation = _SLOT.unpack_from(self.view, _SLOTS_OFFSET + slot * _SLOT.size)
+    def _slot(self, slot: int, view: memoryview | None = None) -> tuple[bytes, bytes]:
+        name, incarnation = _SLOT.unpack_from(view or self.view, _SLOTS_OFFSET + slot * _SLOT.size)
         return name, incarnation
 
 

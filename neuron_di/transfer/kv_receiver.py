@@ -18,7 +18,7 @@ from neuron_di.errors import (
     PeerError,
     RemoteProtocolError,
 )
-from neuron_di.kv import KvIdentity, KvLayout, KvPool, Memory, block_digests
+from neuron_di.kv import KvIdentity, KvLayout, KvPool, Memory, as_ids, block_digests
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.kv_plan import (
     block_ids_of,
@@ -130,7 +130,7 @@ class KvReceiver:
             tag=transfer_tag(self._connection, piece.request_id, piece.attempt, piece.piece),
             runs=replace(runs, destination_offsets=offsets),
             memory=room.whole,
-            source=BlockSource(piece.block_ids, piece.generations),
+            source=BlockSource(as_ids(piece.block_ids), piece.generations),
         )
 
     def finish(self, entry: Entry, copied: TransferToken) -> NeuronDiError | None:

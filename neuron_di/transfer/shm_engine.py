@@ -23,6 +23,7 @@ from neuron_di_bindings.run_copy import copy_promised
 
 # Measured: to wake the thread for 1 MiB, 150 µs, takes another fifth of that.
 SMALL_BYTES_MAX = 1 << 20
+LANDED_BYTES_MAX = 128 << 10
 
 
 @dataclass(slots=True)
@@ -92,7 +93,9 @@ class ShmEngine:
             return TransferToken.over(refusal)
         token = TransferToken()
         num_bytes = receive.runs.num_bytes
-        is_short = num_bytes <= self._small_bytes_max
+        # Without blocks it lands, and whoever posts it places it, too: that may take far longer.
+        small_bytes_max = self._small_bytes_max if len(receive.block_ids) else LANDED_BYTES_MAX
+        is_short = num_bytes <= min(small_bytes_max, self._small_bytes_max)
         self._thread.post(partial(_copy, known, receive), num_bytes, token, is_short=is_short)
         return token
 

@@ -158,6 +158,8 @@ class FrontConnection(asyncio.Protocol):
                 is_idle = self._state is _State.HEAD
                 wait_s = self._options.keep_alive_s if is_idle else LEAVING_TIMEOUT_S
                 self._deadline_s = max(self._deadline_s, at_s + wait_s)
+        else:  # what was to be read has been: the next request has all its time
+            self._send_deadline.end()
         if at_s >= self._send_deadline.at_s:
             self._transport.abort()
         elif at_s >= self._deadline_s:

@@ -331,7 +331,8 @@ def test_a_share_that_is_not_there_cannot_be_read(both: Scene) -> None:
         with pytest.raises(PeerGone):
             open_peer_pool(msgspec.structs.replace(region, **change), LAYOUT)
     own_fd, header = both.prefill.pool.arena.fd, os.pread(both.fd, 96, 0)
-    for place, number in ((72, 2**62), (88, 1000)):  # a block's bytes, granted blocks
+    # A block's bytes, how many there can be, how many were granted.
+    for place, number in ((72, 2**62), (80, 4), (88, 1000)):
         os.pwrite(own_fd, number.to_bytes(8, "little"), place)
         with pytest.raises(PeerGone):
             open_peer_pool(region, LAYOUT)
@@ -363,6 +364,23 @@ def test_a_share_that_nobody_reads_any_more_keeps_no_descriptor(both: Scene) -> 
     assert len(os.listdir("/proc/self/fd")) == len(before) + 1
     del peer
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_mapping_a_peers_blocks_survives_the_close_of_the_own_pool(
+    both: Scene, monkeypatch
+) -> None:
+    third, peer = both.join("decode-1"), both.prefill.pool
+    arena = third.pool.arena
+    slot, incarnation_of = peer.ownership.slot, Arena.incarnation_of
+
+    def close_then_ask(self: Arena, *args):
+        monkeypatch.undo()
+        third.pool.close()
+        return incarnation_of(self, *args)
+
+    monkeypatch.setattr(Arena, "incarnation_of", close_then_ask)
+    arena.map_blocks_of(slot, peer.incarnation)
+    assert arena.map_blocks_of(slot, peer.incarnation) is None
 
 
 def test_generations_of_a_share_are_those_of_the_words(both: Scene) -> None:

@@ -58,6 +58,17 @@ def say_first(**of_token):
     return script
 
 
+def compute_until(event, begun):
+    """A prefill worker that takes its time."""
+
+    async def script(leg):
+        begun.set()
+        await event.wait()
+        await play_prefill(leg)
+
+    return script
+
+
 async def read_slowly(reader):
     num_bytes = 0
     while data := await reader.read(256 << 10):
@@ -148,6 +159,32 @@ async def test_a_client_that_reads_slowly_but_steadily_gets_all(stack, cluster, 
     async with RawClient(proxy.address) as raw:
         raw.send(post(PATH, WHOLE, header))
         assert await read_slowly(raw.reader) > MUCH
+
+
+async def test_who_has_read_all_has_all_the_time_for_the_next_answer(stack, cluster, monkeypatch):
+    """A deadline that began while a response was unread ends with the last byte of it."""
+    limits = replace(AT_ONCE, send_timeout_s=0.3)
+    cluster.prefill.script, cluster.decode.script = play_prefill, play_decode(2)
+    proxy = await another_proxy(stack, cluster, limits=limits)
+    unsent, is_seen, begun, go_on = [1], *(asyncio.Event() for _ in range(3))
+
+    def look(_):
+        is_seen.set()
+        return unsent[0]
+
+    monkeypatch.setattr(FrontConnection, "num_unsent", property(look))
+    async with RawClient(proxy.address) as raw:
+        raw.send(post(PATH, WHOLE))
+        assert (await raw.response()).status == 200
+        is_seen.clear()
+        await is_seen.wait()  # and the deadline runs
+        cluster.prefill.script = compute_until(go_on, begun)
+        raw.send(post(PATH, STREAM))
+        await begun.wait()  # nobody looks at the connection's bytes now
+        unsent[0] = 0
+        await asyncio.sleep(3 * limits.send_timeout_s)
+        go_on.set()
+        assert (await raw.response()).body.endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_drain_waits_for_clients_that_still_read(stack, cluster, monkeypatch):

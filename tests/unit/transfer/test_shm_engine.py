@@ -173,6 +173,7 @@ def test_a_small_receive_is_done_when_it_was_posted_and_a_large_one_is_the_threa
                     runs=whole_block_runs(LAYOUT, ids, ids),
                     memory=own.memory(),
                     source=BlockSource(ids, peer.generations(map(BlockId, ids))),
+                    block_ids=list(map(BlockId, ids)),
                 )
                 ended = threading.Event()
                 token = engine.post_receive(peer.incarnation, receive)
@@ -191,6 +192,33 @@ def test_a_small_receive_is_done_when_it_was_posted_and_a_large_one_is_the_threa
         own.view(BlockId(0))[:] = b"x" * LAYOUT.block_bytes
         peer.view(BlockId(0))[:] = b"y" * LAYOUT.block_bytes
         assert own.view(BlockId(0)) == b"x" * LAYOUT.block_bytes
+
+
+def test_what_lands_is_small_up_to_a_limit_of_its_own(monkeypatch) -> None:
+    """Whoever copied it places it, too."""
+    monkeypatch.setattr("neuron_di.transfer.shm_engine.LANDED_BYTES_MAX", LAYOUT.block_bytes)
+    monkeypatch.setattr("neuron_di.transfer.copy_thread.REST", 0.0)
+    with pool_of("own") as own, pool_of("peer") as peer, closing(ShmEngine(own)) as engine:
+        engine.connect(peer.incarnation, peer.region(), LAYOUT)
+        post, shorts = engine._thread.post, []
+
+        def note(*args, is_short):
+            shorts.append(is_short)
+            post(*args, is_short=is_short)
+
+        engine._thread.post = note  # type: ignore[method-assign]
+        for ids, own_ids in (([0], []), ([0, 1], []), ([0, 1], [2, 3])):
+            receive = Receive(
+                tag=0,
+                runs=whole_block_runs(LAYOUT, ids, ids),
+                memory=own.memory(),
+                source=BlockSource(ids, peer.generations(map(BlockId, ids))),
+                block_ids=list(map(BlockId, own_ids)),
+            )
+            token, ended = engine.post_receive(peer.incarnation, receive), threading.Event()
+            token.on_done(lambda _, ended=ended: ended.set())
+            assert ended.wait(30.0)
+        assert shorts == [True, False, True]
 
 
 def test_a_block_given_up_before_a_small_receive_is_committed_is_not_taken() -> None:
