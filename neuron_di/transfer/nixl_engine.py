@@ -125,22 +125,18 @@ class NixlEngine:
         """Nothing to do: the pool is registered."""
 
     def post_send(self, peer: Incarnation, send: Send) -> TransferToken:  # noqa: ARG002
-        token = TransferToken()
-        token.complete()  # the reader does all the work
-        return token
+        return TransferToken.over()  # the reader does all the work
 
     def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
-        token = TransferToken()
         reader = self._readers.get(peer)
         if reader is None:
-            token.complete(PeerGone("no connection to the prefill worker's pool"))
-            return token
+            return TransferToken.over(PeerGone("no connection to the prefill worker's pool"))
         refusal = self._memories.refusal(
             receive, peer_bytes=reader.num_bytes, peer_blocks=reader.num_blocks
         )
         if refusal is not None:
-            token.complete(refusal)
-            return token
+            return TransferToken.over(refusal)
+        token = TransferToken()
         reader.post(receive, token)
         return token
 
