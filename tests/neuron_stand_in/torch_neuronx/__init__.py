@@ -1,0 +1,6 @@
+"""A stand-in for AWS's package of this name: see `stand_in`. Built from public documentation."""
+
+from torch_neuronx import utils
+
+__all__ = ["utils"]
+__version__ = "0.0+stand.in"
