@@ -5,7 +5,7 @@ BIN  := $(VENV)/bin
 export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-optimised etcd check format sim handover-model schedules chaos dynamic \
+.PHONY: help demo demo-neuron test test-optimised etcd check format sim handover-model schedules chaos dynamic \
         churn handoff-diagram bench-engine bench-interference bench-verification bench-proxy bench-overload \
         bench-registry bench-transfer bench-interference-transfer bench-layers clean
 
@@ -14,6 +14,9 @@ help:
 
 demo: $(VENV)/demo ## serve the shipped model on this machine and chat with it once
 	@$(BIN)/python examples/demo.py
+
+demo-neuron: $(VENV)/demo ## the same on simulated NeuronCores: compile, serve, chat once
+	@$(BIN)/python examples/neuron_sim.py
 
 test: $(VENV)/dev etcd ## the whole test suite
 	$(BIN)/python -m pytest --numprocesses 2 $(TESTS)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import child_environment
@@ -43,8 +43,9 @@ class Child:
     """A process under one name, by whatever pid. Whoever made it ends it with `end`.
 
     `command` is asked for the arguments, the program first, at each start. `on_said` hears every
-    report of every life. The child inherits the descriptors `pass_fds`, under their numbers. It
-    sits in a session of its own, so Ctrl-C does not reach it.
+    report of every life. The child inherits the descriptors `pass_fds`, under their numbers, and
+    finds in its environment what `environment` says at each start. It sits in a session of its
+    own, so Ctrl-C does not reach it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Child:
         *,
         on_said: OnReport = lambda _name, _report: None,
         pass_fds: Callable[[], Sequence[int]] = tuple,
+        environment: Callable[[], Mapping[str, str]] = child_environment,
         backoff: Backoff | None = None,
     ) -> None:
         self.name = name
@@ -62,6 +64,7 @@ class Child:
         self._command = command
         self._on_said = on_said
         self._pass_fds = pass_fds
+        self._environment = environment
         self._backoff = backoff or Backoff()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -86,7 +89,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
             pass_fds=self._pass_fds(),
-            env=child_environment(),
+            env=self._environment(),
         )
         try:
             async with asyncio.timeout(deadline.remaining_s()):

@@ -10,7 +10,10 @@ from typing import Any
 from neuron_di import __version__
 from neuron_di.bench import SUMMARY as BENCH_SUMMARY
 from neuron_di.bench import add_bench_flags, run_bench_command
+from neuron_di.compile_command import SUMMARY as COMPILE_SUMMARY
+from neuron_di.compile_command import run_compile
 from neuron_di.config import (
+    CompileOptions,
     FlagParser,
     ProxyOptions,
     ServeOptions,
@@ -167,4 +170,5 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {
     "serve": (ServeOptions, _serve, "serve a model on this machine: a proxy and its workers"),
     "proxy": (ProxyOptions, _proxy, "run the proxy alone"),
     "worker": (WorkerOptions, _worker, "run one worker alone"),
+    "compile": (CompileOptions, run_compile, COMPILE_SUMMARY),
 }

@@ -46,6 +46,7 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         limits = EngineOptions(**options)
         self._model = load_model(model, None, "both", limits)
+        limits = self._model.limits(limits)
         self._waiting_max = limits.waiting_max
         scheduler = CombinedScheduler(
             BlockPool(self._model.backend.pool.num_blocks),

@@ -3,8 +3,8 @@
 The proxy starts first, because workers announce themselves to the registry it holds, or to the
 etcd it starts. Each child reports on its standard output; its logs go to our standard error.
 Children sit in sessions of their own, so Ctrl-C reaches this process only, and end when it ends.
-A worker that ends by itself is started again, in the role that it had at last; without the proxy
-there is nothing to go on with.
+A worker that ends by itself is started again, in the role that it had at last, on the NeuronCores
+that it had; without the proxy there is nothing to go on with.
 """
 
 import asyncio
@@ -21,9 +21,23 @@ import aiohttp
 
 from neuron_di.child import Child, OnReport, Tell, end
 from neuron_di.clock import Deadline
-from neuron_di.config import ProxyOptions, ServeOptions, WorkerOptions, flags_of
+from neuron_di.config import (
+    ProxyOptions,
+    ServeOptions,
+    WorkerOptions,
+    child_environment,
+    flags_of,
+)
 from neuron_di.errors import NeuronDiError, PeerTimeout
 from neuron_di.kv import create_arena
+from neuron_di.neuron_cores import (
+    LOAD_TIMEOUT_S,
+    allowed_cores,
+    as_text,
+    count_host_cores,
+    share_cores,
+    worker_environment,
+)
 from neuron_di.obs import LaunchReport, get_logger
 from neuron_di.types import Role
 
@@ -64,6 +78,7 @@ class Fleet:
                 partial(self._worker_command, index, name),
                 on_said=self._note_role,
                 pass_fds=lambda: () if self._arena_fd is None else (self._arena_fd,),
+                environment=partial(self._environment_of, name),
             )
             for index, name in enumerate(self._roles)
         ]
@@ -71,6 +86,7 @@ class Fleet:
         is_shared = bool(options.etcd.etcd) and not options.etcd.is_auto
         self._suffix = f"-{secrets.token_hex(3)}" if is_shared else ""
         self._arena_fd: int | None = None  # in which the workers' pools lie
+        self._neuron_cores: dict[str, range] = {}  # by worker; empty on other devices
         self._watches: list[asyncio.Task[str]] = []
         self.url = ""
         self.model_name = options.model_name or os.path.basename(os.path.normpath(options.model))
@@ -84,7 +100,7 @@ class Fleet:
         self._watches = [
             asyncio.create_task(self._proxy.life()),
             *(
-                asyncio.create_task(worker.keep_up(WORKER_START_TIMEOUT_S, self._tell))
+                asyncio.create_task(worker.keep_up(self._worker_start_timeout_s, self._tell))
                 for worker in self._workers
             ),
         ]
@@ -118,12 +134,14 @@ class Fleet:
             child.kill()
 
     async def _start(self) -> None:
+        if self._options.engine.device == "neuron":
+            self._share_neuron_cores()
         proxy = await self._proxy.start(Deadline.after(PROXY_START_TIMEOUT_S), self._on_report)
         self.url, self._registry = proxy.url, proxy.registry or None
         self._etcd = replace(self._options.etcd, etcd=proxy.etcd)
         if self._shares_blocks():
             self._arena_fd = create_arena()
-        deadline = Deadline.after(WORKER_START_TIMEOUT_S)
+        deadline = Deadline.after(self._worker_start_timeout_s)
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self._workers:
@@ -131,6 +149,12 @@ class Fleet:
         except* NeuronDiError as failures:
             raise failures.exceptions[0] from None  # one worker's reason says it all
         await self._reachable(Deadline.after(PROXY_START_TIMEOUT_S))
+
+    @property
+    def _worker_start_timeout_s(self) -> float:
+        """Longer than the worker itself gives its load: then it has said why."""
+        is_on_neuron = self._options.engine.device == "neuron"
+        return WORKER_START_TIMEOUT_S + (LOAD_TIMEOUT_S if is_on_neuron else 0.0)
 
     async def _reachable(self, deadline: Deadline) -> None:
         """Wait until the proxy knows its workers: they announce themselves once they are ready.
@@ -165,6 +189,17 @@ class Fleet:
         options = self._options
         is_wanted = options.kv_transfer.is_auto or "handover" in options.kv_transfer.transfer
         return is_wanted and not options.combined and options.engine.device == "cpu"
+
+    def _share_neuron_cores(self) -> None:
+        """Cores for each worker, prefill first, for as long as this fleet runs."""
+        allowed = allowed_cores(os.environ, count_host_cores(self._options.engine.neuron.libnrt))
+        self._neuron_cores = share_cores(allowed, self._tps)
+        for name, cores in self._neuron_cores.items():
+            _log.info("worker_cores", worker=name, cores=as_text(cores))
+
+    def _environment_of(self, name: str) -> dict[str, str]:
+        environ, cores = child_environment(), self._neuron_cores.get(name)
+        return environ if cores is None else worker_environment(environ, cores)
 
     def _roles_asked_for(self) -> dict[str, Role]:
         options = self._options

@@ -2,15 +2,22 @@
 
 from neuron_di.backends.backend import Backend, LayerHook, OnLost
 from neuron_di.backends.memory import MemoryPlan, available_memory_bytes, plan_memory
-from neuron_di.backends.open_backend import BackendOptions, open_backend
+from neuron_di.backends.open_backend import (
+    BackendOptions,
+    DevicePlan,
+    open_backend,
+    plan_device,
+)
 
 __all__ = [
     "Backend",
     "BackendOptions",
+    "DevicePlan",
     "LayerHook",
     "MemoryPlan",
     "OnLost",
     "available_memory_bytes",
     "open_backend",
+    "plan_device",
     "plan_memory",
 ]

@@ -52,7 +52,8 @@ class MemoryPlan:
 def plan_memory(
     spec: ModelSpec, layout: KvLayout, *, num_blocks: int, chunk_tokens: int
 ) -> MemoryPlan:
-    """What serving `spec` takes, on all ranks. `chunk_tokens` is the largest prefill chunk.
+    """What serving `spec` takes, on all ranks. `chunk_tokens` is the largest prefill chunk; 0 where
+    another device computes: weights and pool pass through this memory all the same.
 
     The workspace is the peak of one layer's activations for such a chunk, its keys, its mask,
     and the logits: an upper estimate, small beside the rest.

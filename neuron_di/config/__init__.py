@@ -8,8 +8,10 @@ from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
 from neuron_di.config.load import load_options
+from neuron_di.config.neuron import NeuronOptions
 from neuron_di.config.option import ByteSize
 from neuron_di.config.options import (
+    CompileOptions,
     EngineOptions,
     LogOptions,
     ProxyOptions,
@@ -22,6 +24,7 @@ from neuron_di.config.worker_addresses import WorkerAddressOptions
 
 __all__ = [
     "ByteSize",
+    "CompileOptions",
     "EngineOptions",
     "EtcdOptions",
     "FlagParser",
@@ -29,6 +32,7 @@ __all__ = [
     "HandOverOptions",
     "LimitOptions",
     "LogOptions",
+    "NeuronOptions",
     "ProxyOptions",
     "RoutingOptions",
     "RoutingPolicy",

@@ -16,6 +16,7 @@ from neuron_di.errors import ConfigError
 T = TypeVar("T")
 
 _CONFIG_VARIABLE = VARIABLE_PREFIX + "CONFIG"
+_CUDART_VARIABLE = VARIABLE_PREFIX + "CUDART"  # no option's: where the CUDA runtime library is
 
 # By key: what was written, and where, as in "NEURON_DI_PORT" or "port in site.toml".
 _Written = dict[str, tuple[object, str]]
@@ -69,7 +70,7 @@ def _from_environ(environ: Mapping[str, str], known: Mapping[str, OptionSpec]) -
     keys = {spec.variable: key for key, spec in known.items()}
     names = [name for name in environ if name.startswith(VARIABLE_PREFIX)]
     for name in names:
-        if name not in keys and name != _CONFIG_VARIABLE:
+        if name not in (*keys, _CONFIG_VARIABLE, _CUDART_VARIABLE):
             valid = [known[key].variable for key in _suggestible(known)]
             raise ConfigError(
                 f"unknown variable {name}; the nearest valid one is {nearest(name, valid)}",

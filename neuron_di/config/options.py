@@ -10,6 +10,7 @@ from typing import Any, Literal
 from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
+from neuron_di.config.neuron import NeuronOptions
 from neuron_di.config.option import ByteSize, option
 from neuron_di.config.routing import RoutingOptions
 from neuron_di.config.transfer import TransferOptions
@@ -20,20 +21,49 @@ from neuron_di.types import WORKER_ID_PATTERN, Role
 PORT_MAX = 65535
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How a worker computes."""
-
-    device: Literal["cpu"] = option("what the model runs on", default="cpu")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "number format of weights, KV and computation; auto is float32 on a CPU", default="auto"
+def _dtype() -> Any:
+    return option(
+        "number format of weights, KV and computation; auto is float32 on a CPU, and bfloat16 on "
+        "NeuronCores",
+        default="auto",
     )
-    context_tokens: int | None = option(
+
+
+def _context_tokens() -> Any:
+    return option(
         "longest prompt and answer together, in tokens; none takes the model's own limit",
         default=None,
         at_least=2,
     )
-    block_size: int = option("token positions per KV block", default=16, at_least=1, at_most=1024)
+
+
+def _decode_batch() -> Any:
+    return option("requests a worker decodes together", default=16, at_least=1, at_most=4096)
+
+
+def _rank_count() -> Any:
+    return option(
+        "tensor-parallel ranks of a worker: processes that each have a part of the model, and "
+        "divide the worker's threads; with --device neuron NeuronCores",
+        default=1,
+        at_least=1,
+        at_most=64,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How a worker computes."""
+
+    device: Literal["cpu", "neuron"] = option("what the model runs on", default="cpu")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _dtype()
+    context_tokens: int | None = _context_tokens()
+    block_size: int = option(
+        "token positions per KV block; with --device neuron a block is a whole context",
+        default=16,
+        at_least=1,
+        at_most=1024,
+    )
     num_blocks: int | None = option(
         "KV blocks in a worker's pool; none computes it from --kv-memory", default=None, at_least=1
     )
@@ -48,9 +78,7 @@ class EngineOptions:
         at_least=1,
         at_most=4096,
     )
-    decode_batch: int = option(
-        "requests a worker decodes together", default=16, at_least=1, at_most=4096
-    )
+    decode_batch: int = _decode_batch()
     chunk_tokens: int = option(
         "a longer prompt is computed in pieces of this many tokens",
         default=512,
@@ -63,19 +91,14 @@ class EngineOptions:
         at_least=1,
         at_most=1 << 20,
     )
-    tp: int = option(
-        "tensor-parallel ranks of a worker: processes that each have a part of the model, and "
-        "divide the worker's threads",
-        default=1,
-        at_least=1,
-        at_most=64,
-    )
+    tp: int = _rank_count()
     threads: int | None = option(
         "threads a worker computes with; none divides the cores among the workers",
         default=None,
         at_least=1,
         at_most=1024,
     )
+    neuron: NeuronOptions = field(default_factory=NeuronOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +293,31 @@ class ServeOptions:
     routing: RoutingOptions = field(default_factory=RoutingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """What to compile a model for: what is served later must say the same."""
+
+    model: str = _model()
+    device: Literal["cpu", "neuron"] = option("what to compile for", default="neuron")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _dtype()
+    context_tokens: int | None = _context_tokens()
+    decode_batch: int = _decode_batch()
+    tp: int = _rank_count()
+    neuron: NeuronOptions = field(default_factory=NeuronOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    def engine(self) -> EngineOptions:
+        """As a worker has them."""
+        return EngineOptions(
+            device=self.device,
+            dtype=self.dtype,
+            context_tokens=self.context_tokens,
+            decode_batch=self.decode_batch,
+            tp=self.tp,
+            neuron=self.neuron,
+        )
 
 
 OPTION_SETS: tuple[type, ...] = (ServeOptions, ProxyOptions, WorkerOptions)

@@ -8,7 +8,7 @@ from neuron_di.errors import ConfigError
 
 AUTO = "auto"
 # The preferred first.
-ENGINE_NAMES = ("handover", "cuda_ipc", "shm", "nixl", "tcp")
+ENGINE_NAMES = ("handover", "cuda_ipc", "nrt", "shm", "nixl", "tcp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +17,8 @@ class TransferOptions:
 
     transfer: tuple[str, ...] = option(
         f"what may move KV to and from other workers, of {', '.join(ENGINE_NAMES)}, the preferred "
-        "first; auto is what works here: handover and shm on one machine, and tcp where --host can "
-        "be reached from others",
+        "first; auto is what works here: handover and shm on one machine, nrt between Neuron "
+        "devices, and tcp where --host can be reached from others",
         default=(AUTO,),
     )
     kv_convert: bool = option(
@@ -46,6 +46,13 @@ class TransferOptions:
         default=2,  # measured: on one host nearly twice as fast as 1, and 3 or 4 no faster
         at_least=1,
         at_most=64,
+    )
+    nrt_control_port: int = option(
+        "port on which a prefill worker with a Neuron device agrees with decode workers on what "
+        "goes from device to device by the engine nrt; 0 takes any free one",
+        default=0,
+        at_least=0,
+        at_most=65535,
     )
     nixl_backend: Literal["UCX", "LIBFABRIC"] = option(
         "what moves KV beneath the engine nixl: UCX, or LIBFABRIC, as for EFA on AWS; both workers "

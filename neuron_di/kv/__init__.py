@@ -6,6 +6,8 @@ from neuron_di.kv.digest import KvIdentity, block_digests
 from neuron_di.kv.geometry import KvGeometry, Strides
 from neuron_di.kv.kv_map import KvMap
 from neuron_di.kv.layout import DTYPE_BYTES, KvLayout
+from neuron_di.kv.neuron_copies import DeviceKv, DeviceTensor, HandleTensor
+from neuron_di.kv.neuron_pool import NeuronPool
 from neuron_di.kv.ownership import Group, Ownership
 from neuron_di.kv.placement import Placement, place_on_host
 from neuron_di.kv.planner import Plan, Planner
@@ -26,13 +28,17 @@ __all__ = [
     "GENERATIONS_OFFSET",
     "ArenaPool",
     "BlockIds",
+    "DeviceKv",
+    "DeviceTensor",
     "Group",
+    "HandleTensor",
     "KvGeometry",
     "KvIdentity",
     "KvLayout",
     "KvMap",
     "KvPool",
     "Memory",
+    "NeuronPool",
     "Ownership",
     "PeerPool",
     "Placement",

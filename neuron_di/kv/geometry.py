@@ -38,6 +38,13 @@ class Strides:
             item *= sizes[name]
         return cls(item, strides["H"], strides["S"], strides["D"])
 
+    @property
+    def order(self) -> Order:
+        """Which dense array has these strides."""
+        if self.dim > self.token:
+            return "HDS"
+        return "SHD" if self.token > self.head else "HSD"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KvGeometry:
@@ -182,7 +189,7 @@ class KvGeometry:
         most = max(map(len, heads))
         item = DTYPE_BYTES[self.dtype]
         keys, values = (
-            Strides.of(_order(strides), most, block_size, self.head_dim, item)
+            Strides.of(strides.order, most, block_size, self.head_dim, item)
             for strides in self.strides
         )
         shape = (len(heads), self.num_layers, 2)
@@ -199,9 +206,3 @@ class KvGeometry:
             tensors=np.zeros(shape, np.int64),
             offsets=numbers * (num_blocks * keys.block),
         )
-
-
-def _order(strides: Strides) -> Order:
-    if strides.dim > strides.token:
-        return "HDS"
-    return "SHD" if strides.token > strides.head else "HSD"

@@ -106,6 +106,23 @@ class Planner:
         )
 
 
+def placement_between(
+    source: KvGeometry,
+    destination: KvGeometry,
+    source_ids: Sequence[int] | NDArray[np.integer],
+    destination_ids: Sequence[int] | NDArray[np.integer],
+    num_tokens: int,
+) -> Placement:
+    """A local copy between two memories of the host, the source being one tensor.
+
+    Every replica of the destination is written. LocalProtocolError as from Planner.plan.
+    """
+    rows, _ = _moves(source, destination, "each")
+    sources = _checked(source_ids, source, num_tokens)
+    destinations = _checked(destination_ids, destination, num_tokens)
+    return _placement(source, destination, rows, sources, destinations, num_tokens)
+
+
 def _checked(
     ids: Sequence[int] | NDArray[np.integer], geometry: KvGeometry, num_tokens: int
 ) -> Ints:

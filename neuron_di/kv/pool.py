@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuron_di.errors import ConfigError, LocalProtocolError, PeerGone, StaleIncarnation
+from neuron_di.kv.digest import KvIdentity, block_digests
 from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.runs import BlockIds, Memory, as_ids
 from neuron_di.types import BlockId, Incarnation
@@ -142,6 +143,25 @@ class KvPool:
     def generations(self, block_ids: Iterable[BlockId]) -> list[int]:
         """The current generation of each block, to be promised to a reader."""
         return [int(self._generations[block_id]) for block_id in block_ids]
+
+    def digests(
+        self,
+        block_ids: Sequence[int],
+        identity: KvIdentity,
+        num_tokens: int,
+        *,
+        first_place: int = 0,
+    ) -> list[int]:
+        """One number per block, of the KV in it: see `block_digests`.
+
+        Whoever may be closing the pool meanwhile holds it.
+        """
+        return block_digests(
+            self.memory(), block_ids, identity, self.layout, num_tokens, first_place=first_place
+        )
+
+    def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
+        """A transfer into these blocks begins: what they hold now is nobody's."""
 
     def retire(self, block_ids: Sequence[BlockId]) -> bool:
         """Mark a request's blocks as given up, named in the order in which they were promised.

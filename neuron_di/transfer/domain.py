@@ -12,7 +12,7 @@ from pathlib import Path
 from neuron_di.config import is_loopback
 from neuron_di.transfer.transfer_engine import TransferEngine
 from neuron_di.types import Incarnation
-from neuron_di.wire import TcpRegion
+from neuron_di.wire import NrtRegion, TcpRegion
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS_NAMESPACE = "/proc/self/ns/pid"
@@ -26,7 +26,7 @@ def transfer_domain(engine: TransferEngine) -> str:
     if engine.name in _OF_ONE_HOST:
         return f"{engine.name}@{this_machine()}"
     region = engine.local_region(_NOBODY)
-    if isinstance(region, TcpRegion) and is_loopback(region.host):
+    if isinstance(region, TcpRegion | NrtRegion) and is_loopback(region.host):
         return f"{engine.name}@{_this_network()}"
     return engine.name
 

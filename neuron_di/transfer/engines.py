@@ -1,18 +1,26 @@
-"""The transfer engines that a worker offers, by its options. Each is imported only if it is."""
+"""The transfer engines that a worker offers, by its options. Each is imported only if it is.
+
+On a Neuron device, `auto` offers what there is of: from core to core (nrt), and by way of the host
+(shm, tcp). What an engine lacks shows in the log, and to whoever asks with `on_lacking`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from neuron_di.config import TransferOptions, is_loopback
 from neuron_di.errors import ConfigError
-from neuron_di.kv import ArenaPool, KvPool
+from neuron_di.kv import ArenaPool, KvPool, NeuronPool
 from neuron_di.kv.device_pool import DevicePool
+from neuron_di.obs import get_logger
 from neuron_di.transfer.handover_engine import HandoverEngine
 from neuron_di.transfer.shm_engine import ShmEngine
 from neuron_di.transfer.tcp_engine import TcpEngine
 from neuron_di.transfer.transfer_engine import TransferEngine
 
 WhyRefused = Callable[[str, int], str]
+OnLacking = Callable[[str, str], object]  # an engine's name, and why it is not offered
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +38,13 @@ def make_engines(
     *,
     announced_host: str | None = None,
     why_refused: WhyRefused = lambda _host, _port: "",
+    on_lacking: OnLacking = lambda _name, _reason: None,
 ) -> list[TransferEngine]:
     """The preferred first. ConfigError where one that was named cannot work here.
 
     `host` is the address to listen on, `announced_host` what others reach it by, if that is
-    another; `why_refused` says which addresses of peers are not connected to, and why.
+    another; `why_refused` says which addresses of peers are not connected to, and why. `on_lacking`
+    is told what would be offered here, were it not for what the reason says.
     """
     setting = _Setting(options, host, announced_host, why_refused)
     engines: list[TransferEngine] = []
@@ -45,7 +55,13 @@ def make_engines(
                 raise ConfigError(f"--transfer {name} is not available here", param="transfer")
             if isinstance(pool, DevicePool) and name != "cuda_ipc":
                 raise ConfigError(f"--transfer {name} is for KV in host memory", param="transfer")
-            engines.append(maker(pool, setting))
+            try:
+                engines.append(maker(pool, setting))
+            except ConfigError as error:
+                if not options.is_auto or name not in _DISPENSABLE:
+                    raise
+                _log.info("transfer_engine_not_offered", engine=name, reason=error.message)
+                on_lacking(name, error.message)
     except BaseException:
         for engine in engines:
             engine.close()
@@ -65,6 +81,18 @@ def _cuda_ipc(pool: KvPool, setting: _Setting) -> TransferEngine:  # noqa: ARG00
     from neuron_di.transfer.cuda_ipc_engine import CudaIpcEngine
 
     return CudaIpcEngine(pool)
+
+
+def _nrt(pool: KvPool, setting: _Setting) -> TransferEngine:
+    from neuron_di.transfer.nrt_engine import NrtEngine
+
+    return NrtEngine(
+        pool,
+        setting.options,
+        host=setting.host,
+        announced_host=setting.announced_host,
+        why_refused=setting.why_refused,
+    )
 
 
 def _shm(pool: KvPool, setting: _Setting) -> TransferEngine:  # noqa: ARG001
@@ -97,15 +125,21 @@ def _auto(pool: KvPool, setting: _Setting) -> list[str]:
     names = ["shm"]
     if isinstance(pool, ArenaPool):
         names.insert(0, "handover")
+    if isinstance(pool, NeuronPool):
+        names.insert(0, "nrt")
     host = setting.options.transfer_host or setting.announced_host or setting.host
     if not is_loopback(host):
         names.append("tcp")
     return names
 
 
+# Of auto: what may lack on a machine where the others do.
+_DISPENSABLE = frozenset({"nrt"})
+
 _MAKERS: dict[str, Callable[[KvPool, _Setting], TransferEngine]] = {
     "handover": _handover,
     "cuda_ipc": _cuda_ipc,
+    "nrt": _nrt,
     "shm": _shm,
     "nixl": _nixl,
     "tcp": _tcp,

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from neuron_di.errors import LocalProtocolError
 from neuron_di.kv import (
     BlockIds,
     KvLayout,
@@ -18,6 +19,10 @@ from neuron_di.kv.runs import Ints
 from neuron_di.types import RequestId
 
 BLOCK_ID_MAX = (1 << 31) - 1
+# Of one layer's and head's tokens in the last block. A block of few tokens moves as it is: one run
+# with its unused tail costs less than many short ones without. In a block that holds a whole
+# request the tail may be most of it.
+UNUSED_BYTES_MAX = 32 << 10
 
 
 def transfer_tag(
@@ -66,12 +71,36 @@ def kv_runs(
 ) -> Runs:
     """What moves for this many tokens, which fill the source's blocks from the first on.
 
-    Whole blocks from pool to pool where that `is_direct`; else the tokens' bytes, from a pool into
+    Blocks from pool to pool where that `is_direct`; else the tokens' bytes, from a pool into
     landing memory, from its first byte on.
     """
     if is_direct(source, destination):
-        return whole_block_runs(source, source_ids, destination_ids)
+        return _block_runs(source, source_ids, destination_ids, num_tokens)
     return resharding(source, destination).landing_runs(source_ids, num_tokens)
+
+
+def _block_runs(
+    layout: KvLayout, source_ids: BlockIds, destination_ids: BlockIds, num_tokens: int
+) -> Runs:
+    """Whole blocks; of the last one the used tokens only, where its rows are long."""
+    row_bytes = layout.rank_bytes // (layout.num_layers * 2 * layout.num_rank_heads)
+    num_full, num_last = divmod(num_tokens, layout.block_size)
+    used_bytes = row_bytes // layout.block_size * num_last
+    if not num_last or row_bytes - used_bytes < UNUSED_BYTES_MAX:
+        return whole_block_runs(layout, source_ids, destination_ids)
+    sources, destinations = as_ids(source_ids), as_ids(destination_ids)
+    if not len(sources) == len(destinations) == num_full + 1:
+        raise LocalProtocolError(
+            f"{len(sources)} blocks into {len(destinations)} for {num_tokens} tokens"
+        )
+    whole = whole_block_runs(layout, sources[:-1], destinations[:-1])
+    rows = np.arange(0, layout.block_bytes, row_bytes, dtype=np.int64)
+    from_, to = (ids[-1] * layout.block_bytes + rows for ids in (sources, destinations))
+    return Runs(
+        source_offsets=np.concatenate((whole.source_offsets, from_)),
+        destination_offsets=np.concatenate((whole.destination_offsets, to)),
+        lengths=np.concatenate((whole.lengths, np.full(len(rows), used_bytes, np.int64))),
+    )
 
 
 def layer_runs(layout: KvLayout, layer: int, source_ids: BlockIds, first_block: int) -> Runs:

@@ -7,7 +7,6 @@
 Next: neuron_di/transfer/recv_buffer.py
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from neuron_di.clock import now_s
@@ -18,7 +17,7 @@ from neuron_di.errors import (
     PeerError,
     RemoteProtocolError,
 )
-from neuron_di.kv import KvIdentity, KvLayout, KvPool, Memory, as_ids, block_digests
+from neuron_di.kv import KvIdentity, KvLayout, KvPool, as_ids, block_digests
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.kv_plan import (
     block_ids_of,
@@ -120,6 +119,7 @@ class KvReceiver:
             memory=memory,
             source=BlockSource(source_ids, ready.generations[held:]),
             block_ids=own_ids if self.is_direct else (),
+            num_tokens=self._num_moved(ready, held),
         )
 
     def receive_layer(self, piece: LayerReady, room: Room) -> Receive:
@@ -198,21 +198,17 @@ class KvReceiver:
             layout_digest=self.layout.digest(),
         )
         held = entry.num_held
-        memory: Memory = self._memory
-        block_ids: Sequence[int] = entry.block_ids[held:]
-        if entry.room is not None:
-            memory, block_ids = entry.room.memory, range(len(ready.block_ids) - held)
-        elif copied.adopted_ids is not None:
-            block_ids = copied.adopted_ids
+        num_tokens = self._num_moved(ready, held)
         with self._pool.hold():  # as there
-            digests = block_digests(
-                memory,
-                block_ids,
-                identity,
-                self.layout,
-                self._num_moved(ready, held),
-                first_place=held,
-            )
+            if entry.room is not None:
+                memory, block_ids = entry.room.memory, range(len(ready.block_ids) - held)
+                digests = block_digests(
+                    memory, block_ids, identity, self.layout, num_tokens, first_place=held
+                )
+            else:
+                adopted = copied.adopted_ids
+                own_ids = entry.block_ids[held:] if adopted is None else adopted
+                digests = self._pool.digests(own_ids, identity, num_tokens, first_place=held)
         return digests == ready.digests[held:]
 
     def _num_moved(self, ready: Ready, num_held: int) -> int:

@@ -59,5 +59,6 @@ class KvSender:
             runs=kv_runs(own, peer.layout, source_ids, destination_ids, num_tokens),
             block_ids=cast("list[BlockId]", source_ids),
             exchange=destination_ids,
+            num_tokens=num_tokens,
         )
         return self._lanes.post_send(peer.incarnation, pull.engine, send)

@@ -12,7 +12,7 @@ Every link has one lane. It is chosen by the decode worker, which names it in ea
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from neuron_di.clock import Deadline, now_s
@@ -40,7 +40,8 @@ REASON_CHARS_MAX = 300  # of why a lane is what it is
 # Measured: where bytes take their time. Over shared memory a whole request is copied faster than
 # pieces are announced.
 STREAMED_LANES = frozenset({"tcp", "nixl"})
-UNSTREAMED_LANES = frozenset({"handover", "cuda_ipc"})  # nothing moves, or not into landing memory
+# Nothing moves, or not into landing memory.
+UNSTREAMED_LANES = frozenset({"handover", "cuda_ipc", "nrt"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +80,17 @@ class Lane:
 
 
 class LaneSet:
-    """A worker's transfer engines, the preferred first. Owns them. Thread-safe."""
+    """A worker's transfer engines, the preferred first. Owns them. Thread-safe.
 
-    def __init__(self, engines: Sequence[TransferEngine]) -> None:
+    `lacking` has those that would be preferred to them, were they not missing here, and why.
+    """
+
+    def __init__(
+        self, engines: Sequence[TransferEngine], lacking: Mapping[str, str] | None = None
+    ) -> None:
         assert engines, "a worker with peers moves KV somehow"
         self.engines = tuple(engines)
+        self._lacking = dict(lacking or {})
         self._by_name = {engine.name: engine for engine in engines}
         assert len(self._by_name) == len(engines), "two engines have one name"
         self._lock = threading.Lock()
@@ -132,6 +139,8 @@ class LaneSet:
             words[engine.name] = f"failed: {self._why_suspected(peer, engine)}"
         verdicts = {engine.name: "failed" for engine in suspected}
         failed = set(verdicts)
+        words |= {name: reason[: REASON_CHARS_MAX // 2] for name, reason in self._lacking.items()}
+        verdicts |= dict.fromkeys(self._lacking, "not_available")
         failure: NeuronDiError | None = None
         for engine in [*(e for e in self.engines if e not in suspected), *suspected]:
             name = engine.name
@@ -278,8 +287,9 @@ class LaneSet:
             return reason
 
     def _reason(self, words: dict[str, str]) -> str:
-        """A word on each engine, in order of preference."""
-        said = [f"{e.name}: {words[e.name]}" for e in self.engines if e.name in words]
+        """A word on each engine, in order of preference, behind what is lacking."""
+        said = [f"{name}: {words[name]}" for name in self._lacking if name in words]
+        said += [f"{e.name}: {words[e.name]}" for e in self.engines if e.name in words]
         return "; ".join(said)[:REASON_CHARS_MAX]
 
 

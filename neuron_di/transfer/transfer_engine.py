@@ -88,14 +88,16 @@ class Send:
     """Prefill's half of a transfer: these bytes of its own pool, in this order.
 
     `tag` is the same at both ends and no other's among the pair's open transfers. `block_ids` are
-    the blocks that these bytes lie in, in token order, and `exchange` what the peer offers for
-    them: engines that move blocks' owners instead of bytes go by these.
+    the blocks that these bytes lie in, in token order, and `exchange` the peer's, that it offers
+    for them or wants them in: engines that move blocks' owners, or the KV of a device, go by these,
+    and by the tokens that the blocks hold.
     """
 
     tag: int  # unsigned, 64 bits
     runs: Runs
     block_ids: Sequence[BlockId] = ()
     exchange: Sequence[int] = ()
+    num_tokens: int | None = None  # None: the blocks are full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +105,9 @@ class Receive:
     """Decode's half of a transfer: bytes of a peer's pool into `memory`.
 
     `runs.destination_offsets` count from `memory`, which is this worker's pool or was registered.
-    `block_ids` are blocks of this worker's pool that it offers in exchange: engines that move
-    blocks' owners instead of bytes give these to the peer.
+    `block_ids` are blocks of this worker's pool: engines that move blocks' owners give these to
+    the peer, and those that move the KV of a device fill them with `num_tokens` tokens. Empty where
+    the bytes go to other memory.
     """
 
     tag: int
@@ -112,6 +115,7 @@ class Receive:
     memory: Memory
     source: BlockSource
     block_ids: Sequence[BlockId] = ()
+    num_tokens: int | None = None  # None: the blocks are full
 
 
 class TransferEngine(Protocol):

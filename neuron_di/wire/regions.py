@@ -17,8 +17,15 @@ OFFERS_MAX = 16
 _COUNT_MAX = 1 << 40
 ENGINE_NAME_CHARS_MAX = 32
 _WORDS_CHARS_MAX = 200  # of what was wrong with a region
+_RANKS_MAX = 256
+_RANK_HEADS_MAX = 256
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=_COUNT_MAX)]
+_Lnc = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+_RankHeads = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=-1, lt=4096)]],
+    msgspec.Meta(min_length=1, max_length=_RANK_HEADS_MAX),
+]
 EngineName = Annotated[str, msgspec.Meta(min_length=1, max_length=ENGINE_NAME_CHARS_MAX)]
 # How KV came: straight into its blocks; by way of other memory, because it lies there in another
 # order; not at all, because its blocks changed their owner; or layer by layer, while the prefill
@@ -105,7 +112,31 @@ class CudaIpcRegion(msgspec.Struct, frozen=True, kw_only=True, tag="cuda_ipc"):
         return f"CudaIpcRegion(pid={self.head.pid}, num_bytes={self.num_bytes})"
 
 
-Region = HandoverRegion | ShmRegion | TcpRegion | NixlRegion | CudaIpcRegion
+class NrtRegion(msgspec.Struct, frozen=True, kw_only=True, tag="nrt"):
+    """KV in the tensors of a Neuron device, one per rank, layer and K or V, slots within each.
+
+    Where a prefill worker takes control connections, with the secret that proves who connects (a
+    decode worker offers its own with port 0), and all of a KvGeometry that the peer does not know.
+    `host` is the address by which the device's runtime finds the peer's, too.
+    """
+
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    secret: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    is_tls: bool = False
+    # Of each rank: its core, as the host counts, and its KV heads, -1 where it has none.
+    lncs: Annotated[list[_Lnc], msgspec.Meta(min_length=1, max_length=_RANKS_MAX)]
+    heads: Annotated[list[_RankHeads], msgspec.Meta(min_length=1, max_length=_RANKS_MAX)]
+    keys: Literal["HSD", "SHD", "HDS"]
+    values: Literal["HSD", "SHD", "HDS"]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]  # positions of a slot
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+
+    def __repr__(self) -> str:
+        return f"NrtRegion(host={self.host!r}, port={self.port}, lncs={self.lncs})"
+
+
+Region = HandoverRegion | ShmRegion | TcpRegion | NixlRegion | CudaIpcRegion | NrtRegion
 
 _region_decoder: msgspec.msgpack.Decoder[Region] = msgspec.msgpack.Decoder(Region)
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from neuron_di.backends import (
     Backend,
     BackendOptions,
+    DevicePlan,
     available_memory_bytes,
     open_backend,
+    plan_device,
     plan_memory,
 )
 from neuron_di.config import EngineOptions
@@ -18,7 +20,6 @@ from neuron_di.models import (
     LoadProgress,
     ModelSpec,
     checkpoint_digest,
-    require_divisible,
     resolve_checkpoint,
 )
 from neuron_di.obs import get_logger
@@ -38,11 +39,17 @@ class PoolPlan:
     spec: ModelSpec
     layout: KvLayout
     options: EngineOptions
+    device: DevicePlan
     available_bytes: int  # before anything was loaded
 
     def num_blocks(self, role: Role) -> int:
-        """As told, else enough for a full batch of full contexts within a share of the memory."""
+        """As told, else enough for a full batch of full contexts within a share of the memory.
+
+        Where the device has slots, all of them, in any role.
+        """
         options = self.options
+        if self.device.num_slots is not None:
+            return self.device.num_slots
         if options.num_blocks is not None:
             return options.num_blocks
         if options.kv_memory is not None:
@@ -74,6 +81,16 @@ class LoadedModel:
     backend: Backend
     pool_plan: PoolPlan | None = None  # where another worker may take the weights over
 
+    def limits(self, options: EngineOptions) -> EngineOptions:
+        """The options as its device takes them: a device may have blocks and chunks of its own."""
+        if self.pool_plan is None:
+            return options
+        device = self.pool_plan.device
+        limits = replace(options, block_size=device.block_size, chunk_tokens=device.chunk_tokens)
+        if device.num_slots is None:
+            return limits
+        return replace(limits, prefill_batch=min(options.prefill_batch, device.num_slots))
+
 
 def load_model(
     model: str,
@@ -93,15 +110,18 @@ def load_model(
     available_bytes = available_memory_bytes() // num_siblings
     folder = resolve_checkpoint(model)
     spec = ModelSpec.from_folder(folder)
+    device = plan_device(options, spec, folder)
     tokenizer = Tokenizer.load(folder)
-    dtype = "float32" if options.dtype == "auto" else options.dtype
-    require_divisible(spec, options.tp)
-    layout = spec.kv_layout(block_size=options.block_size, dtype=dtype, num_ranks=options.tp)
+    layout = spec.kv_layout(
+        block_size=device.block_size, dtype=device.dtype, num_ranks=device.num_ranks
+    )
     if arena is not None:
         available_bytes += arena.held_bytes(layout)
-    pool_plan = PoolPlan(spec=spec, layout=layout, options=options, available_bytes=available_bytes)
+    pool_plan = PoolPlan(
+        spec=spec, layout=layout, options=options, device=device, available_bytes=available_bytes
+    )
     num_blocks = pool_plan.num_blocks(role)
-    plan = plan_memory(spec, layout, num_blocks=num_blocks, chunk_tokens=options.chunk_tokens)
+    plan = plan_memory(spec, layout, num_blocks=num_blocks, chunk_tokens=device.workspace_tokens)
     plan.require_fits(available_bytes)
     _log.info(
         "memory_planned",
@@ -122,6 +142,7 @@ def load_model(
             num_threads=options.threads or os.cpu_count() or 1,
             make_pool=arena or KvPool.create,
             on_progress=on_progress,
+            plan=device,
         ),
     )
     return LoadedModel(

@@ -11,7 +11,7 @@ from functools import partial
 from neuron_di.clock import now_s
 from neuron_di.engine import Broken, Emitted, Ended, Engine, Key, PrefillParked
 from neuron_di.errors import NeuronDiError
-from neuron_di.kv import KvIdentity, KvPool, block_digests
+from neuron_di.kv import KvIdentity, KvPool
 from neuron_di.obs.sync_point import reach
 from neuron_di.transfer import LocalWorker, NeuronConnector, TransferToken
 from neuron_di.types import BlockId
@@ -152,4 +152,4 @@ class PrefillWorker:
         """Of the KV in these blocks. An error where the pool is closed: then nobody needs them."""
         pool = self._pool
         with pool.view(block_ids[0]):  # it keeps the memory while it is read
-            return block_digests(pool.memory(), block_ids, identity, pool.layout, num_tokens)
+            return pool.digests(block_ids, identity, num_tokens)

@@ -157,12 +157,13 @@ class Worker:
         )
 
     def _slots(self) -> int:
-        limits = self._options.engine
+        limits = self._model.limits(self._options.engine)
         return limits.prefill_batch if self._options.role == "prefill" else limits.decode_batch
 
     def _numerics(self) -> str | None:
         of_backend = self._model.backend.numerics
-        return of_backend and f"{of_backend} chunk={self._options.engine.chunk_tokens}"
+        limits = self._model.limits(self._options.engine)
+        return of_backend and f"{of_backend} chunk={limits.chunk_tokens}"
 
     def status(self) -> WorkerStatus:
         """The record and the load at this moment. Counters only: read without a lock."""
@@ -243,7 +244,7 @@ class Worker:
 
     def _assemble(self) -> tuple[Scheduler, Engine]:
         """Build what the role needs, from the scheduler up to the legs."""
-        limits, role = self._options.engine, self._options.role
+        limits, role = self._model.limits(self._options.engine), self._options.role
         if role == "both":
             combined = CombinedScheduler(
                 self._block_pool,
@@ -256,7 +257,8 @@ class Worker:
             report = LegReport(self.worker_id, "both")
             self.combined = CombinedWorker(engine, self.prompts, self.legs, report)
             return combined, engine
-        self._lanes = LaneSet(self._make_engines())
+        lacking: dict[str, str] = {}
+        self._lanes = LaneSet(self._make_engines(lacking), lacking)
         self._transfer_domains = [transfer_domain(engine) for engine in self._lanes.engines]
         local = self._local()
         self._connector = self._connect_to_peers(local, self._lanes)
@@ -302,7 +304,8 @@ class Worker:
             context_tokens=self._model.context_tokens,
         )
 
-    def _make_engines(self) -> Sequence[TransferEngine]:
+    def _make_engines(self, lacking: dict[str, str]) -> Sequence[TransferEngine]:
+        """`lacking` gets what would be offered, and why it cannot be."""
         options, pool = self._options, self._model.backend.pool
         if self._parts.make_transfer is None:
             return make_engines(
@@ -311,6 +314,7 @@ class Worker:
                 options.host,
                 announced_host=options.announce_host,
                 why_refused=options.addresses.why_refused,
+                on_lacking=lacking.__setitem__,
             )
         made = self._parts.make_transfer(pool)
         return made if isinstance(made, Sequence) else [made]

@@ -1,7 +1,7 @@
 """Every kind of transfer engine. Each must pass the same tests: one entry here is all it takes."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +17,7 @@ from neuron_di.transfer.tcp_engine import TcpEngine
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di_bindings import owner_words
 
-from . import fake_cuda
+from . import fake_cuda, nrt_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,10 @@ class EngineKind:
     lack: str | None = None  # what else is not there
     lands: bool = True  # receives bytes into registered memory, too; else it refuses them
     is_variant: bool = False  # of another kind: only what differs between processes is tested
-    # Prefill lives on when a decode worker dies in mid-transfer.
+    # Prefill lives on when a decode worker dies in mid-transfer. Not where what was posted to a
+    # device cannot be taken back: there the worker is started again.
     outlives_its_readers: bool = True
+    environment: Callable[[], Mapping[str, str]] = dict  # of another process, beside this one's
 
     @property
     def hands_over(self) -> bool:
@@ -93,6 +95,15 @@ _KINDS = (
     ),
     EngineKind(  # on a simulated GPU: tests/device has a real one
         name="cuda_ipc", make=CudaIpcEngine, make_pool=fake_cuda.make_pool, lack=fake_cuda.WHY_NOT
+    ),
+    EngineKind(  # on a simulated device
+        name="nrt",
+        make=nrt_end.make_engine,
+        make_pool=nrt_end.make_pool,
+        lack=nrt_end.WHY_NOT,
+        lands=False,  # it moves what is on devices, and any other memory is the host's
+        outlives_its_readers=False,
+        environment=nrt_end.environment,
     ),
 )
 

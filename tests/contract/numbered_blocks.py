@@ -3,12 +3,12 @@
 import ctypes
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_di.kv import KvPool, Memory
+from neuron_di.kv import KvPool, Memory, NeuronPool
 from neuron_di.transfer import BlockSource
 from neuron_di.types import BlockId
 
@@ -78,10 +78,26 @@ class NumberedBlocks:
         return int(np.flatnonzero(self.ids == block_id)[0])
 
     def __getitem__(self, key: Any) -> Any:
-        return self._memory[self._place(key)]
+        with self._lock:
+            self._bring("to_host", key)
+            return self._memory[self._place(key)].copy()
 
     def __setitem__(self, key: Any, value: object) -> None:
-        self._memory[self._place(key)] = value
+        with self._lock:
+            self._bring("to_host", key)  # for what of it stays as it is
+            self._memory[self._place(key)] = value
+            self._bring("to_device", key)
+
+    def _bring(self, way: Literal["to_host", "to_device"], key: Any) -> None:
+        """Where KV is on a device, and this memory its mirror."""
+        pool = self.pool
+        if not isinstance(pool, NeuronPool):
+            return
+        for block_id in np.atleast_1d(self.ids[key[0] if isinstance(key, tuple) else key]).tolist():
+            if way == "to_device":
+                pool.to_device(block_id, pool.layout.block_size)
+            elif pool.is_on_device(block_id):
+                pool.to_host(block_id, pool.layout.block_size)
 
     def _place(self, key: Any) -> Any:
         return (self.ids[key[0]], *key[1:]) if isinstance(key, tuple) else self.ids[key]

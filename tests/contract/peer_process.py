@@ -8,6 +8,7 @@ its answer. Ends with its standard input.
 
 import base64
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def peer_process(
     command += [msgspec.json.encode(layout).decode(), str(-1 if arena_fd is None else arena_fd)]
     with subprocess.Popen(
         command,
+        env={**os.environ, **KINDS[kind_name].environment()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -15,6 +15,7 @@ from neuron_di.config import (
 from neuron_di.config.option import ByteSize, specs_of
 from neuron_di.config.options import OPTION_SETS
 from neuron_di.errors import ConfigError
+from neuron_di_bindings.cuda_runtime import PATH_VARIABLE
 
 
 def parse(options_class, argv):
@@ -88,6 +89,11 @@ def test_bools_and_lists_in_each_source(write):
     assert load(ProxyOptions, ["--prefill-urls="], {}, toml).prefill_urls == ()
 
 
+def test_a_variable_of_the_bindings_is_no_unknown_one():
+    of_bindings = {PATH_VARIABLE: "libcudart.so.12"}
+    assert load(ServeOptions, ["m"], of_bindings) == load(ServeOptions, ["m"])
+
+
 def test_none_takes_back_what_a_lower_source_said(write):
     toml = write("kv_memory = '1GiB'")
     assert load(ServeOptions, ["m"], {}, toml).engine.kv_memory == 1 << 30
@@ -140,7 +146,7 @@ def test_every_default_is_allowed():
         ("port = 70000", ["from 0 to 65535", "70000"]),
         ("combined = 1", ["combined in site.toml", "true or false"]),
         ("dtype = 'fp8'", ["dtype in", "one of auto, float32, bfloat16, float16", "'fp8'"]),
-        ("device = 'cuda'", ["device in", "'cpu'", "'cuda'"]),
+        ("device = 'cuda'", ["device in", "one of cpu, neuron", "'cuda'"]),
         ("kv_memory = '2 potatoes'", ["kv_memory in", "2GiB", "or none"]),
         ("kv_memory = -1", ["kv_memory in"]),
         ("request_timeout_s = nan", ["request_timeout_s in"]),

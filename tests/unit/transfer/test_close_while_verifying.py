@@ -8,7 +8,8 @@ from transfer_kit import LAYOUT, end_of, until
 
 from neuron_di.errors import LocalProtocolError
 from neuron_di.kv import KvPool
-from neuron_di.transfer import ShmEngine, kv_receiver
+from neuron_di.kv import pool as kv_pool
+from neuron_di.transfer import ShmEngine
 from neuron_di.types import BlockId
 
 LARGE = replace(LAYOUT, block_size=4096)  # the mapping of a small pool may be another's at once
@@ -34,7 +35,7 @@ async def pull(prefill, decode):
 
 async def test_a_pool_that_closes_meanwhile_stays_mapped(pair, monkeypatch):
     prefill, decode = pair
-    seen, digests = [], kv_receiver.block_digests
+    seen, digests = [], kv_pool.block_digests
 
     def close_then_read(memory, *args, **kwargs):
         decode.pool.close()
@@ -42,7 +43,7 @@ async def test_a_pool_that_closes_meanwhile_stays_mapped(pair, monkeypatch):
         seen.append(is_mapped(memory.address))
         return digests(memory, *args, **kwargs) if seen[-1] else []
 
-    monkeypatch.setattr(kv_receiver, "block_digests", close_then_read)
+    monkeypatch.setattr(kv_pool, "block_digests", close_then_read)
     assert (await pull(prefill, decode)).error() is not None  # what was there is gone
     assert seen == [True]
 
@@ -57,7 +58,7 @@ async def test_a_pool_that_was_closed_is_not_read(cluster, monkeypatch):
         cluster.decode(layout=LARGE, make_transfer=Closing),
     )
     reads = []
-    monkeypatch.setattr(kv_receiver, "block_digests", lambda *_, **__: reads.append(1))
+    monkeypatch.setattr(kv_pool, "block_digests", lambda *_, **__: reads.append(1))
     assert isinstance((await pull(prefill, decode)).error(), LocalProtocolError)
     assert reads == []
     await until(lambda: prefill.ended)

@@ -25,7 +25,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
     StaleIncarnation,
 )
-from neuron_di.transfer import Send, lanes
+from neuron_di.transfer import LaneSet, Send, lanes
 from neuron_di.types import BlockId
 from neuron_di.wire import KvMap, KvMapInit, Malformed, Offer, Refused
 from neuron_di.wire.regions import OFFERS_MAX, NixlRegion
@@ -342,3 +342,13 @@ async def test_the_tag_is_the_same_at_both_ends_and_no_others(prefill, decode, c
     assert [send.tag for send in engines(prefill)["fast"].sent] == tags
     assert len(set(tags)) == 3
     assert all(0 <= tag < 1 << 64 for tag in tags)
+
+
+async def test_what_is_missing_here_is_named_with_its_reason(prefill, decode):
+    own = LaneSet(decode.lanes.engines, {"best": "its gate is closed, " + 1000 * "x"})
+    offers = prefill.lanes.offers(decode.local.incarnation)
+    lane = own.connect(prefill.local.incarnation, offers, LAYOUT)
+    assert lane.reason.startswith("best: its gate is closed, x")
+    assert lane.reason.endswith("; fast: chosen")
+    assert lane.verdicts == "best: not_available; fast: chosen"
+    assert not lane.is_fallback

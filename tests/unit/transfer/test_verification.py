@@ -212,7 +212,7 @@ def watched(decode, monkeypatch):
         calls.extend(f"read {block_id}" for block_id in block_ids)
         return block_digests(memory, block_ids, *args, **fields)
 
-    monkeypatch.setattr("neuron_di.transfer.kv_receiver.block_digests", digests)
+    monkeypatch.setattr("neuron_di.kv.pool.block_digests", digests)
     return calls
 
 

@@ -1,0 +1,209 @@
+"""A Neuron worker's KV pool: the device's slots, and a mirror of them in the host's memory.
+
+    device    a tensor per rank, layer and K or V, as the model compiled it
+    mirror    an ordinary KvPool: block i is slot i, canonical, each head once
+
+A request has one slot, and so one block, as long as the longest request. What computes reads and
+writes the device. Engines that move the host's bytes, digests and resharding work on the mirror,
+unchanged, and `to_host` and `to_device` bring one to the other. Pages of the mirror that no request
+used take no memory.
+
+So far this has run on a simulator of libnrt only.
+"""
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, WorkerFailed
+from neuron_di.kv.digest import KvIdentity
+from neuron_di.kv.layout import KvLayout
+from neuron_di.kv.neuron_copies import DeviceKv, NeuronCopies
+from neuron_di.kv.pool import KvPool, segment_bytes
+from neuron_di.types import BlockId, Incarnation
+from neuron_di_bindings.nrt import NrtError, NrtMisuse, NrtWorkerError
+
+# As shared_memory's: a peer refuses to map what may shrink beneath it.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class NeuronPool(KvPool):
+    """As KvPool: `memory` is the mirror. A block is *on the device* when its slot there has the
+    request's KV; the mirror then has what `to_host` brought last, or nothing.
+
+    Thread-safe, for different blocks at once.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        incarnation: Incarnation,
+        fd: int,
+        view: mmap.mmap,
+        *,
+        device: DeviceKv,
+    ) -> None:
+        super().__init__(layout, num_blocks, incarnation, fd, view)
+        self.device = device
+        self._copies = NeuronCopies(layout, num_blocks, device)
+        self._lock = threading.Lock()
+        self._copying_locks = [threading.Lock() for _ in range(num_blocks)]
+        self._on_device: set[BlockId] = set()
+        self._num_in_mirror: dict[BlockId, int] = {}  # tokens, of blocks that are on the device
+        self._lost: BackendLost | None = None
+        self._on_lost: Callable[[BackendLost], object] = lambda _: None
+
+    @classmethod
+    def create(  # type: ignore[override]  # nobody makes one without a device
+        cls, layout: KvLayout, num_blocks: int, incarnation: Incarnation, device: DeviceKv
+    ) -> Self:
+        """Reserve the mirror, untouched. ConfigError when it cannot be had or does not fit."""
+        size_bytes = segment_bytes(layout, num_blocks)
+        try:
+            fd, view = _open_mirror(size_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"cannot reserve {size_bytes} bytes of shared memory for the KV pool: {error}"
+            ) from None
+        try:
+            return cls(layout, num_blocks, incarnation, fd, view, device=device)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def to_host(self, block_id: BlockId, num_tokens: int) -> None:
+        """Bring the first `num_tokens` tokens of a slot into its block of the mirror.
+
+        Blocks. Nothing on the device writes to the slot meanwhile. BackendLost where the device
+        fails; then the pool is lost, too.
+        """
+        with self._copying(block_id):
+            self._to_host(block_id, num_tokens)
+
+    def to_device(self, block_id: BlockId, num_tokens: int) -> None:
+        """Bring the first `num_tokens` tokens of a block of the mirror into its slot, into every
+        replica. Then it is on the device. Blocks, as to_host."""
+        with self._copying(block_id):
+            self._copy(self._copies.to_device, block_id, num_tokens)
+        self.mark_on_device(block_id)
+
+    def mark_on_device(self, block_id: BlockId) -> None:
+        """The slot has the request's KV. Whoever wrote it there says so."""
+        with self._lock:
+            self._on_device.add(block_id)
+            self._num_in_mirror.pop(block_id, None)
+
+    def is_on_device(self, block_id: BlockId) -> bool:
+        """Whether the slot has the KV of the block's request. If not, the mirror has it."""
+        return block_id in self._on_device
+
+    def fill_replicas(self, block_id: BlockId, num_tokens: int) -> None:
+        """After one replica of each head has come into a slot: the others. Blocks, as to_host."""
+        if not self._copies.has_replicas:
+            return
+        if self._num_in_mirror.get(block_id, 0) < num_tokens:
+            self.to_host(block_id, num_tokens)
+        self.to_device(block_id, num_tokens)
+
+    def digests(
+        self,
+        block_ids: Sequence[int],
+        identity: KvIdentity,
+        num_tokens: int,
+        *,
+        first_place: int = 0,
+    ) -> list[int]:
+        """As KvPool's, of what is on the device where a block is. Afterwards the mirror has it."""
+        size = self.layout.block_size
+        if len(block_ids) != self.layout.num_blocks_for(num_tokens):
+            raise LocalProtocolError(f"{len(block_ids)} blocks for {num_tokens} tokens")
+        found: list[int] = []
+        for place, block_id in enumerate(map(BlockId, block_ids)):
+            num_used = min(size, num_tokens - place * size)
+            # A request that was cancelled may still be digested when another has its block.
+            with self._copying(block_id):
+                if self.is_on_device(block_id):
+                    self._to_host(block_id, num_used)
+                found += super().digests(
+                    [block_id], identity, num_used, first_place=first_place + place
+                )
+        return found
+
+    def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
+        with self._lock:  # what came late for a request that was cancelled may have marked them
+            self._on_device.difference_update(block_ids)
+            for block_id in block_ids:
+                self._num_in_mirror.pop(block_id, None)
+
+    def retire(self, block_ids: Sequence[BlockId]) -> bool:
+        self.begin_fill(block_ids)
+        return super().retire(block_ids)
+
+    def watch_loss(self, on_lost: Callable[[BackendLost], object]) -> None:
+        """Call back, once and on any thread, should the device be lost; at once if it is.
+
+        Whoever asked last is called.
+        """
+        with self._lock:
+            self._on_lost = on_lost
+            lost = self._lost
+        if lost is not None:
+            on_lost(lost)
+
+    def lose(self, error: BackendLost) -> None:
+        """The device cannot be used any more: only a new process's can. The first reason counts."""
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = error
+            on_lost = self._on_lost
+        on_lost(error)
+
+    @property
+    def lost(self) -> BackendLost | None:
+        """Why the device cannot be used any more."""
+        return self._lost
+
+    def _copying(self, block_id: BlockId) -> threading.Lock:
+        """Held while a block of the mirror, or its slot, is copied or digested: one at a time."""
+        if not 0 <= block_id < self.num_blocks:
+            raise LocalProtocolError(f"block {block_id} of a KV pool of {self.num_blocks}")
+        return self._copying_locks[block_id]
+
+    def _to_host(self, block_id: BlockId, num_tokens: int) -> None:
+        self._copy(self._copies.to_host, block_id, num_tokens)
+        with self._lock:
+            self._num_in_mirror[block_id] = num_tokens
+
+    def _copy(self, copy: Callable[..., None], block_id: BlockId, num_tokens: int) -> None:
+        if not 0 <= num_tokens <= self.layout.block_size:
+            raise LocalProtocolError(f"{num_tokens} tokens of block {block_id} of a KV pool")
+        with self.hold():
+            try:
+                copy(block_id, num_tokens, self.memory())
+            except NrtWorkerError as error:
+                lost = BackendLost(f"the Neuron device failed: {error}")
+                self.lose(lost)
+                raise lost from None
+            except BackendLost as lost:
+                self.lose(lost)
+                raise
+            except (NrtError, NrtMisuse) as error:
+                raise WorkerFailed(f"KV could not be copied: {error}") from None
+
+
+def _open_mirror(size_bytes: int) -> tuple[int, mmap.mmap]:
+    """As shared_memory.create_segment, but no page is there before it is touched: the device has
+    the KV, and the mirror the part of it that goes by way of the host."""
+    fd = os.memfd_create("neuron-di-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return fd, mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError, OverflowError):
+        os.close(fd)
+        raise

@@ -1,0 +1,219 @@
+"""The device's connections to its peers: made once for a pair of processes, used again, counted.
+
+The runtime has so many communicators per core and cannot give one back. So those of a peer that
+links anew are used again, where both ends still have them; those of a peer that is gone are lost,
+and who needs more than there are gets an error that says so.
+"""
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from neuron_di.clock import Deadline, sleep_s
+from neuron_di.errors import PeerGone, PeerRefused, PeerTimeout
+from neuron_di.kv import DeviceKv
+from neuron_di.transfer.nrt_channel import Channel, is_late
+from neuron_di.types import Incarnation
+from neuron_di_bindings.nrt import (
+    Communicator,
+    NrtError,
+    NrtRetry,
+    NrtStatus,
+    NrtTensor,
+    NrtWorkerError,
+    SendReceive,
+)
+
+Direction = Literal["send", "receive"]
+
+PROBE_BYTES = 32
+_POLL_S = 0.002
+_EPOCH_BITS = 63  # 0 is none
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """One pair of cores: which rank here, which core there, and where its probe lies."""
+
+    rank: int
+    lnc: int
+    peer_lnc: int
+    probe_offset: int
+    channel: Channel | None = None
+
+
+@dataclass(eq=False, slots=True)
+class ConnectionSet:
+    """All communicators between this process and a peer's, in one direction, by pairs of ranks.
+
+    `epoch` is the same at both ends.
+    """
+
+    peer: Incarnation
+    direction: Direction
+    host: str
+    epoch: int
+    places: list[Place] = field(default_factory=list)
+    is_used: bool = False  # by a link that there is
+    is_broken: bool = False  # its order is not known any more, or something is posted for good
+
+    @property
+    def channels(self) -> list[Channel]:
+        return [place.channel for place in self.places if place.channel is not None]
+
+
+class Connections:
+    """Owns the probes' memory, one tensor per rank; borrows the cores' send and receive.
+
+    Thread-safe, but two threads do not connect one peer at once.
+    """
+
+    def __init__(self, sendreceive: SendReceive, device: DeviceKv) -> None:
+        """NrtError where memory or limits cannot be had."""
+        self._sendreceive = sendreceive
+        self._device = device
+        self.limits = sendreceive.limits()
+        self._lock = threading.Lock()
+        self._sets: dict[tuple[Incarnation, Direction], ConnectionSet] = {}
+        self._num_made: Counter[int] = Counter()  # by core
+        # Begun, and not met by the peer: whatever process comes to be there meets these.
+        self._unmet: dict[tuple[Direction, str, int, int], Place] = {}
+        self._probes: list[NrtTensor] = []
+        first_of_rank = dict[int, NrtTensor]()
+        for number, rank in device.geometry.rank_of_tensor().items():
+            tensor = device.tensors[number].nrt
+            assert tensor is not None, "who makes an engine looked"
+            first_of_rank.setdefault(rank, tensor)
+        num_bytes = self.limits.communicators_max * PROBE_BYTES
+        try:
+            for rank in range(len(device.lncs)):
+                near = first_of_rank[rank]
+                probe = near.runtime.allocate(num_bytes, near.core, f"kv-probe-{rank}")
+                self._probes.append(probe)
+        except BaseException:
+            self.free()
+            raise
+
+    def epoch_of(self, peer: Incarnation, direction: Direction) -> int:
+        """Of the connections to a peer that can be used again; 0: there are none."""
+        with self._lock:
+            known = self._sets.get((peer, direction))
+            return 0 if known is None or known.is_broken else known.epoch
+
+    def agree(self, peer: Incarnation, direction: Direction, its_epoch: int) -> int:
+        """The epoch to use with a peer that has `its_epoch`: that, if this end has it, too."""
+        own = self.epoch_of(peer, direction)
+        if own and own == its_epoch:
+            return own
+        return secrets.randbits(_EPOCH_BITS) | 1
+
+    def take(
+        self,
+        peer: Incarnation,
+        direction: Direction,
+        host: str,
+        epoch: int,
+        pairs: Sequence[tuple[int, int]],
+    ) -> ConnectionSet:
+        """The set of this epoch: the one that is there, or places for one, (rank, core of the peer)
+        each. PeerRefused where a core has no communicators left for it."""
+        with self._lock:
+            known = self._sets.get((peer, direction))
+            if known is not None and known.epoch == epoch and not known.is_broken:
+                return known
+            if known is not None:
+                self._forget(known)
+            made = ConnectionSet(peer, direction, host, epoch)
+            keys = [
+                (direction, host, peer_lnc, self._device.lncs[rank]) for rank, peer_lnc in pairs
+            ]
+            for lnc, count in Counter(key[3] for key in keys if key not in self._unmet).items():
+                if self._num_made[lnc] + count > self.limits.communicators_max:
+                    raise PeerRefused(self._why_full(lnc))
+            for (rank, peer_lnc), key in zip(pairs, keys, strict=True):
+                place = self._unmet.pop(key, None) or self._new_place(rank, peer_lnc)
+                made.places.append(place)
+            self._sets[peer, direction] = made
+            return made
+
+    def connect(
+        self, wanted: ConnectionSet, deadline: Deadline, is_over: Callable[[], bool]
+    ) -> None:
+        """Make what is not there yet, and wait until the peer has done so, too. Blocks.
+
+        PeerTimeout by the deadline, PeerGone once `is_over` says so: what was begun goes on, and
+        another call may find it connected. PeerRefused or PeerGone where the runtime makes none.
+        """
+        begun: list[tuple[Place, Communicator]] = []
+        begin = (
+            self._sendreceive.connect if wanted.direction == "send" else self._sendreceive.accept
+        )
+        try:
+            for place in wanted.places:
+                if place.channel is None:
+                    communicator = begin(wanted.host, place.peer_lnc, place.lnc)
+                    place.channel = Channel(communicator, self.limits.pending_max)
+                begun.append((place, place.channel.communicator))
+            for _, communicator in begun:
+                while not _is_connected(communicator):
+                    if deadline.has_passed():
+                        raise PeerTimeout("its device's connections are not there in time")
+                    if is_over():
+                        raise PeerGone("it gave up while the devices were being connected")
+                    sleep_s(_POLL_S)
+        except NrtWorkerError:
+            wanted.is_broken = True
+            raise
+        except NrtError as error:
+            wanted.is_broken = True
+            if error.status == NrtStatus.RESOURCE:
+                raise PeerRefused(f"the device makes no more connections: {error}") from None
+            raise PeerGone(f"its device cannot be connected: {error}") from None
+
+    def probe_of(self, place: Place) -> NrtTensor:
+        """Where a place's probe lies, at its `probe_offset`."""
+        return self._probes[place.rank]
+
+    def free(self) -> None:
+        """Give the probes' memory back, once the cores' send and receive are closed."""
+        probes, self._probes = self._probes, []
+        for probe in probes:
+            probe.free()
+
+    def _new_place(self, rank: int, peer_lnc: int) -> Place:
+        """Under the lock."""
+        lnc = self._device.lncs[rank]
+        offset = self._num_made[lnc] * PROBE_BYTES
+        self._num_made[lnc] += 1
+        return Place(rank, lnc, peer_lnc, offset)
+
+    def _why_full(self, lnc: int) -> str:
+        used = (place for each in self._sets.values() if each.is_used for place in each.places)
+        num_used = sum(place.lnc == lnc for place in used)
+        return (
+            f"core {lnc} has too few communicators left: {self._num_made[lnc]} of "
+            f"{self.limits.communicators_max} were made, of which {num_used} are in use; those of "
+            "peers that are gone come back with a restart of this worker"
+        )
+
+    def _forget(self, known: ConnectionSet) -> None:
+        """Under the lock."""
+        del self._sets[known.peer, known.direction]
+        for place in known.places:
+            if place.channel is not None and not place.channel.communicator.was_connected:
+                key = known.direction, known.host, place.peer_lnc, place.lnc
+                self._unmet[key] = place
+
+
+def _is_connected(communicator: Communicator) -> bool:
+    try:
+        return communicator.is_connected()
+    except NrtRetry:
+        return False
+    except NrtError as error:
+        if is_late(error):
+            return False
+        raise

@@ -1,0 +1,245 @@
+"""One link between two devices: its control connection, its channels, and what is under way.
+
+A link that breaks leaves messages behind that were agreed on and posted. They have a grace time to
+go through all the same, as they do when only the control connection broke. If they do not, the
+device cannot be used any more: nobody can take a posted message back, and it may still come, at any
+time, into a slot that is another request's by then. Only a new process has a device without it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from neuron_di.clock import Deadline, now_s
+from neuron_di.errors import NeuronDiError, PeerTimeout, RemoteProtocolError
+from neuron_di.kv import DeviceKv
+from neuron_di.transfer.nrt_channel import Channel, Message, Movement
+from neuron_di.transfer.nrt_connections import PROBE_BYTES, ConnectionSet
+from neuron_di.transfer.nrt_frames import Frame
+from neuron_di.transfer.nrt_link import ControlLink
+from neuron_di.transfer.nrt_plan import Moves
+from neuron_di.transfer.nrt_poster import Poster
+from neuron_di_bindings.nrt import NrtTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NrtTimes:
+    """How long an engine waits, in seconds."""
+
+    proof_s: float = 5.0  # for the control connection and its proof
+    silence_s: float = 5.0  # for the rest of a frame
+    connect_s: float = 30.0  # for all of connecting, the device's connections with it
+    unclaimed_s: float = 30.0  # for a posted send to be accepted
+    answer_s: float = 5.0  # for the answer to a withdrawal
+    stall_s: float = 30.0  # without any message being done while some are posted
+    grace_s: float = 10.0  # for what is posted when a link breaks
+    close_s: float = 5.0  # for what is posted, at close()
+
+
+OnOver = Callable[[Movement], object]
+
+
+class Listener(Protocol):
+    """Whoever has the exchange. Called on the poster's thread."""
+
+    def heard(self, frame: Frame) -> None:
+        """RemoteProtocolError where the peer may not say that."""
+        ...
+
+    def ended(self, error: NeuronDiError, *, is_broken: bool) -> None:
+        """Nothing new can begin. What has begun goes on, or fails in time. A link that is not
+        broken, and ends in good order, may break later: then this is called again."""
+        ...
+
+    def tick(self) -> Deadline | None:
+        """As an Agent's."""
+        ...
+
+    @property
+    def has_open(self) -> bool:
+        """Whether it waits for words of the peer. A link in good order ends after them."""
+        ...
+
+
+class _Nobody:
+    """While the link is not proved."""
+
+    has_open = False
+
+    def heard(self, frame: Frame) -> None:  # noqa: ARG002
+        raise RemoteProtocolError("a peer's device says things out of turn")
+
+    def ended(self, error: NeuronDiError, *, is_broken: bool) -> None:
+        """Whoever waits finds out."""
+
+    def tick(self) -> Deadline | None:
+        return None
+
+
+class Exchange:
+    """An Agent of the poster. Made by any thread, used on the poster's.
+
+    `on_stuck` is told how many messages are posted for good. `quiet` is set once the link is over
+    and nothing is under way any more.
+    """
+
+    def __init__(
+        self,
+        poster: Poster,
+        link: ControlLink,
+        connections: ConnectionSet,
+        device: DeviceKv,
+        times: NrtTimes,
+        on_stuck: Callable[[int], object],
+    ) -> None:
+        self.quiet = threading.Event()
+        self.error: NeuronDiError | None = None  # why nothing new begins
+        self.link = link
+        self._poster = poster
+        self._connections = connections
+        self._device = device
+        self._times = times
+        self._on_stuck = on_stuck
+        self._listener: Listener = _Nobody()
+        self._carries_kv = False
+        self._is_broken = False  # the peer hears nothing of this end any more
+        self._grace = Deadline.after(0.0)
+        self._moved_s = now_s()
+        connections.is_used = True
+
+    def start(self, listener: Listener) -> None:
+        """On the poster's thread: from now on `listener` hears what the peer says."""
+        self._listener = listener
+        if self.error is not None:
+            self._tell()
+
+    def read_on(self) -> None:
+        """Read what the peer says until the link ends. Blocks; owns the link, and closes it."""
+        try:
+            while True:
+                frame = self.link.read()
+                if not self._poster.call(partial(self._hear, frame)):
+                    return
+        except NeuronDiError as error:
+            self._poster.call(partial(self.break_off, error))
+        finally:
+            self.link.shut()
+            self.link.close()
+
+    def begin(self, moves: Moves, on_over: OnOver) -> Movement:
+        """Post these messages behind all that began before. `on_over` is called at the end."""
+        assert not self._is_broken, "nothing begins on a link that is broken"
+        self._carries_kv = True
+        is_send = self._connections.direction == "send"
+        numbers, offsets = (
+            (moves.source_tensors, moves.source_offsets)
+            if is_send
+            else (moves.destination_tensors, moves.destination_offsets)
+        )
+        movement = self._movement(len(moves.lengths), on_over)
+        for pair, channel in enumerate(self._connections.channels):
+            rows = moves.of_pair(pair)
+            places = zip(numbers[rows].tolist(), offsets[rows].tolist(), strict=True)
+            lengths = moves.lengths[rows].tolist()
+            for (number, offset), num_bytes in zip(places, lengths, strict=True):
+                tensor = self._device.tensors[number].nrt
+                assert tensor is not None, "who makes an engine looked"
+                channel.waiting.append(Message(movement, tensor, offset, num_bytes))
+        return self._post(movement)
+
+    def begin_probe(self, probes: Sequence[NrtTensor], on_over: OnOver) -> None:
+        """The first thing: a short message through each channel, from or to its place's probe."""
+        self._poster.add(self)
+        movement = self._movement(len(probes), on_over)
+        for place, probe in zip(self._connections.places, probes, strict=True):
+            assert place.channel is not None, "it is connected"
+            message = Message(movement, probe, place.probe_offset, PROBE_BYTES)
+            place.channel.waiting.append(message)
+        self._post(movement)
+
+    def _movement(self, num_messages: int, on_over: OnOver) -> Movement:
+        is_send = self._connections.direction == "send"
+        lncs = frozenset[int]() if is_send else frozenset(p.lnc for p in self._connections.places)
+        return Movement(num_messages, lncs, on_over)
+
+    def _post(self, movement: Movement) -> Movement:
+        self._moved_s = now_s()
+        self._poster.step([self])
+        return movement
+
+    def finish(self, error: NeuronDiError) -> None:
+        """Nothing new begins; what has begun ends in good order, and the link after it."""
+        if self.error is None:
+            self.error = error
+            self._tell()
+
+    def break_off(self, error: NeuronDiError) -> None:
+        """The link is of no use any more. What has begun has its grace time."""
+        if self._is_broken:
+            return
+        self._is_broken = True
+        self._grace = Deadline.after(self._times.grace_s)
+        self.error = self.error or error
+        self.link.shut()
+        self._tell()
+
+    def abandon(self, error: NeuronDiError) -> None:
+        """Wait for nothing any more."""
+        self.break_off(error)
+        over: list[Movement] = []
+        for channel in self.busy_channels():
+            channel.abandon(error, over)
+        self._poster.finish(over)
+
+    def busy_channels(self) -> Sequence[Channel]:
+        return [channel for channel in self._connections.channels if channel.is_busy]
+
+    def moved(self) -> None:
+        self._moved_s = now_s()
+        for channel in self._connections.channels:
+            if channel.error is not None:
+                self.break_off(channel.error)
+
+    def tick(self) -> Deadline | None:
+        soonest = self._listener.tick()
+        busy = self.busy_channels()
+        if not busy:
+            is_over = self._is_broken or not self._listener.has_open
+            if self.error is not None and is_over:
+                self._end()
+            return soonest
+        limit = self._grace if self._is_broken else Deadline(self._moved_s + self._times.stall_s)
+        if not limit.has_passed():
+            return limit if soonest is None else limit.earlier_of(soonest)
+        if not self._is_broken:
+            self.break_off(PeerTimeout("nothing moves between the two devices any more"))
+            return self._grace
+        assert self.error is not None, "it is broken"
+        self.abandon(self.error)
+        return self.tick()
+
+    def _end(self) -> None:
+        """The last thing that it does."""
+        channels = self._connections.channels
+        self._poster.remove(self)
+        self.link.shut()
+        self._connections.is_broken = any(channel.error is not None for channel in channels)
+        self._connections.is_used = False
+        num_lost = sum(channel.num_lost for channel in channels)
+        if num_lost and self._carries_kv:  # else it is a probe: nobody else uses its memory
+            self._on_stuck(num_lost)
+        self.quiet.set()
+
+    def _hear(self, frame: Frame) -> None:
+        if self._is_broken:
+            return
+        try:
+            self._listener.heard(frame)
+        except NeuronDiError as error:
+            self.break_off(error)
+
+    def _tell(self) -> None:
+        assert self.error is not None, "it is over"
+        self._listener.ended(self.error, is_broken=self._is_broken)
