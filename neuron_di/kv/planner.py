@@ -1,10 +1,10 @@
 """From one worker's KV geometry into another's: the fewest contiguous runs of bytes.
 
-Only tokens that were used move; runs that are neighbours at both ends are one; each number of the
-destination is written once. Where a head has replicas, "once" carries it over the link once, from
-and to another replica layer by layer, so that all ranks and links share the work, and the
-destination fills its further replicas by itself. "each" sends every replica its own copy, the
-receivers spread over the senders (seed N-48): more bytes, but nothing is left to do.
+Only tokens that were used move (but see `with_unused`); runs that are neighbours at both ends are
+one; each number of the destination is written once. Where a head has replicas, "once" carries it
+over the link once, from and to another replica layer by layer, so that all ranks and links share
+the work, and the destination fills its further replicas by itself. "each" sends every replica its
+own copy, the receivers spread over the senders (seed N-48): more bytes, but nothing is left to do.
 
 Where a run would be a single number (keys transposed at one end only) or numbers must be
 converted, the plan is staged: the source's own form moves into landing memory, which is a geometry
@@ -23,7 +23,15 @@ from neuron_di.errors import ConfigError, LocalProtocolError
 from neuron_di.kv.geometry import KvGeometry
 from neuron_di.kv.placement import Placement, PlacementPart
 from neuron_di.kv.runs import Ints, Runs, as_ids
-from neuron_di.kv.sheet import Rows, are_dims_joined, bases, runs_of, sheets_of
+from neuron_di.kv.sheet import (
+    Rows,
+    Sheet,
+    are_dims_joined,
+    bases,
+    num_runs_below,
+    runs_of,
+    sheets_of,
+)
 from neuron_di.kv.token_spans import token_spans
 
 Replicas = Literal["once", "each"]
@@ -50,10 +58,20 @@ class Plan:
 
 
 class Planner:
-    """Plans for one pair of geometries. Immutable. ConfigError where no exchange can be."""
+    """Plans for one pair of geometries. Immutable. ConfigError where no exchange can be.
+
+    `with_unused`: where both ends have a dim's tokens together, in blocks that are alike, a head's
+    part of a block moves whole, as one run instead of one for each dim. Then what lies behind the
+    used tokens of the destination's block is overwritten, too. Fills are of used tokens only.
+    """
 
     def __init__(
-        self, source: KvGeometry, destination: KvGeometry, replicas: Replicas = "once"
+        self,
+        source: KvGeometry,
+        destination: KvGeometry,
+        replicas: Replicas = "once",
+        *,
+        with_unused: bool = False,
     ) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             ours, theirs = getattr(destination, name), getattr(source, name)
@@ -62,13 +80,35 @@ class Planner:
         self._source = source
         self._destination = destination
         self._replicas: Replicas = replicas
-        rows, fill_rows = _moves(source, destination, replicas)
+        self._with_unused = with_unused
+        self._rows = _moves(source, destination, replicas)
         self.is_staged = source.dtype != destination.dtype or any(
             are_dims_joined(ours, theirs, source.head_dim, source.dtype) is None
             for ours, theirs in zip(destination.strides, source.strides, strict=True)
         )
-        self._sheets = [] if self.is_staged else sheets_of(source, destination, rows)
-        self._fill_sheets = sheets_of(destination, destination, fill_rows)
+
+    @cached_property
+    def _sheets(self) -> list[Sheet]:
+        return sheets_of(self._source, self._destination, self._rows, with_unused=self._with_unused)
+
+    @cached_property
+    def _fill_sheets(self) -> list[Sheet]:
+        """Reckoned when first asked for: of many replicas they are many times the others."""
+        if self._replicas == "each":
+            return []
+        fills = _fills(self._destination)
+        return sheets_of(self._destination, self._destination, fills)
+
+    def num_runs_below(self, num_tokens: int) -> int:
+        """A block of so many tokens is no more runs than these. Told before as many are
+        made. Not of a staged plan."""
+        return num_runs_below(
+            self._source,
+            self._destination,
+            self._rows,
+            num_tokens,
+            with_unused=self._with_unused,
+        )
 
     def plan(
         self,
@@ -88,7 +128,7 @@ class Planner:
             landing = source.landing(num_tokens)
             places = np.arange(landing.num_blocks, dtype=np.int64)
             staged = Planner(source, landing).plan(sources, places, num_tokens)
-            rows, _ = _moves(landing, destination, "each")
+            rows = _moves(landing, destination, "each")
             placement = _placement(landing, destination, rows, places, destinations, num_tokens)
             landing_bytes = landing.tensor_bytes()[0]
             return replace(staged, placement=placement, landing_bytes=landing_bytes)
@@ -117,7 +157,7 @@ def placement_between(
 
     Every replica of the destination is written. LocalProtocolError as from Planner.plan.
     """
-    rows, _ = _moves(source, destination, "each")
+    rows = _moves(source, destination, "each")
     sources = _checked(source_ids, source, num_tokens)
     destinations = _checked(destination_ids, destination, num_tokens)
     return _placement(source, destination, rows, sources, destinations, num_tokens)
@@ -134,10 +174,9 @@ def _checked(
     return blocks
 
 
-def _moves(source: KvGeometry, destination: KvGeometry, replicas: Replicas) -> tuple[Rows, Rows]:
-    """What goes over the link, and what within the destination: (layer, *from, *to)."""
+def _moves(source: KvGeometry, destination: KvGeometry, replicas: Replicas) -> Rows:
+    """What goes over the link: (layer, *from, *to)."""
     moves: list[tuple[int, int, int, int, int]] = []
-    fills: list[tuple[int, int, int, int, int]] = []
     for senders, receivers in zip(source.holders(), destination.holders(), strict=True):
         # The receivers that a sender serves are neighbours; those it leaves over are spread.
         step = max(1, len(senders) // len(receivers))
@@ -149,12 +188,22 @@ def _moves(source: KvGeometry, destination: KvGeometry, replicas: Replicas) -> t
             turn, first = divmod(layer, len(receivers))
             sender = senders[(first * step + turn % step) % len(senders)]
             moves.append((layer, *sender, *receivers[first]))
+    return _as_rows(moves)
+
+
+def _fills(destination: KvGeometry) -> Rows:
+    """What then goes within the destination: from the replica that `_moves` brings a head to, to
+    its others."""
+    fills: list[tuple[int, int, int, int, int]] = []
+    for receivers in destination.holders():
+        for layer in range(destination.num_layers):
+            first = layer % len(receivers)
             fills += (
                 (layer, *receivers[first], *receiver)
                 for i, receiver in enumerate(receivers)
                 if i != first
             )
-    return _as_rows(moves), _as_rows(fills)
+    return _as_rows(fills)
 
 
 def _as_rows(moves: list[tuple[int, int, int, int, int]]) -> Rows:

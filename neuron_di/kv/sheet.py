@@ -11,6 +11,7 @@ length.
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from neuron_di.kv.geometry import KvGeometry, Strides
 from neuron_di.kv.layout import DTYPE_BYTES
@@ -34,6 +35,7 @@ class Sheet:
     rows: Ints  # a table, for token 0 of block 0, by the destination's bytes
     source: Strides
     destination: Strides
+    has_unused: bool  # rows are all tokens of a block, however many are used
 
 
 def bases(geometry: KvGeometry, rows: Rows, holder: tuple[Ints, Ints], c: int) -> tuple[Ints, Ints]:
@@ -52,37 +54,76 @@ def are_dims_joined(ours: Strides, theirs: Strides, num_dims: int, dtype: str) -
     return False if ours.token == theirs.token == item else None
 
 
-def sheets_of(source: KvGeometry, destination: KvGeometry, rows: Rows) -> list[Sheet]:
-    """Of keys and of values; one of both where strides are equal, for then they may be joined."""
+def _are_heads_joined(source: KvGeometry, destination: KvGeometry, c: int) -> bool:
+    """Whether a head's part of a block, all dims of all its tokens, is one run of the same order at
+    both ends: dim by dim."""
+    theirs, ours = source.strides[c], destination.strides[c]
+    return (
+        are_dims_joined(ours, theirs, source.head_dim, source.dtype) is False
+        and source.block_size == destination.block_size
+        and ours.dim == theirs.dim
+        and ours.head == theirs.head == ours.dim * source.head_dim
+    )
+
+
+def num_runs_below(
+    source: KvGeometry, destination: KvGeometry, rows: Rows, num_tokens: int, *, with_unused: bool
+) -> int:
+    """So many runs, or fewer, are these rows of a block of so many tokens. Told before as many are
+    made."""
+    num_runs = 0
+    for c, (theirs, ours) in enumerate(zip(source.strides, destination.strides, strict=True)):
+        is_by_head = with_unused and _are_heads_joined(source, destination, c)
+        if not is_by_head and not are_dims_joined(ours, theirs, source.head_dim, source.dtype):
+            num_runs += source.head_dim * len(rows.layer)
+            continue
+        is_whole = _are_tokens_joined(_sheet(source, destination, rows, c, with_unused))
+        num_whole = int(is_whole.sum())
+        num_runs += num_whole + (len(is_whole) - num_whole) * num_tokens
+    return num_runs
+
+
+def sheets_of(
+    source: KvGeometry, destination: KvGeometry, rows: Rows, *, with_unused: bool = False
+) -> list[Sheet]:
+    """Of keys and of values; one of both where strides are equal, for then they may be joined.
+
+    `with_unused`: heads whose parts of a block are alike at both ends are a run each, not one for
+    each dim.
+    """
     if len(rows.layer) == 0:
         return []
-    keys, values = (_sheet(source, destination, rows, c) for c in (0, 1))
+    keys, values = (_sheet(source, destination, rows, c, with_unused) for c in (0, 1))
     if (keys.source, keys.destination) != (values.source, values.destination):
         return [keys, values]
     return [replace(keys, rows=_sorted(np.concatenate((keys.rows, values.rows), axis=1)))]
 
 
-def _sheet(source: KvGeometry, destination: KvGeometry, rows: Rows, c: int) -> Sheet:
+def _sheet(
+    source: KvGeometry, destination: KvGeometry, rows: Rows, c: int, with_unused: bool
+) -> Sheet:
     theirs, ours = source.strides[c], destination.strides[c]
     num_dims, item = source.head_dim, DTYPE_BYTES[source.dtype]
+    has_unused = with_unused and _are_heads_joined(source, destination, c)
+    num_bytes = num_dims * (theirs.dim if has_unused else item)
     table = np.stack(
         (
             *bases(source, rows, rows.source, c),
             *bases(destination, rows, rows.destination, c),
-            np.full(len(rows.layer), num_dims * item, np.int64),
+            np.full(len(rows.layer), num_bytes, np.int64),
         )
     )
-    if not are_dims_joined(ours, theirs, num_dims, source.dtype):
+    if not has_unused and not are_dims_joined(ours, theirs, num_dims, source.dtype):
         dims = np.tile(np.arange(num_dims, dtype=np.int64), len(rows.layer))
         table = np.repeat(table, num_dims, axis=1)
         table[1] += dims * theirs.dim
         table[3] += dims * ours.dim
         table[4] = item
     table = _sorted(table)
-    if theirs.head == ours.head == num_dims * item:
+    if theirs.head == ours.head == num_bytes:
         # Heads that are neighbours at both ends, token by token, are one wider row.
         table = _joined(table)
-    return Sheet(table, theirs, ours)
+    return Sheet(table, theirs, ours, has_unused)
 
 
 def runs_of(
@@ -151,10 +192,20 @@ def _joined_spans(
     return from_[starts], to[starts], np.add.reduceat(counts, starts)
 
 
+def _are_tokens_joined(sheet: Sheet) -> NDArray[np.bool_]:
+    """Of which rows the tokens of a block are one run."""
+    num_bytes = sheet.rows[4]
+    are_joined: NDArray[np.bool_] = num_bytes == sheet.source.token
+    are_joined &= num_bytes == sheet.destination.token
+    return are_joined | sheet.has_unused
+
+
 def _template(sheet: Sheet, num_tokens: int) -> Ints:
     """The runs of a span of so many tokens that begins with token 0 of block 0 at both ends."""
     rows = sheet.rows
-    is_whole = (rows[4] == sheet.source.token) & (rows[4] == sheet.destination.token)
+    if sheet.has_unused:
+        return rows
+    is_whole = _are_tokens_joined(sheet)
     if is_whole.all():
         table = rows.copy()
         table[4] *= num_tokens

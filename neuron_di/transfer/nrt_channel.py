@@ -34,16 +34,18 @@ from neuron_di_bindings.nrt import (
 class Movement:
     """One transfer's messages, on however many channels.
 
-    It is over when none of them is left, and then `error` says how it went. `is_stuck`: a message
-    was posted, and nobody can tell whether the device is through with it.
+    It is over when none of them is left, and then `error` says how it went. `num_stuck`: messages
+    that were posted, and nobody can tell whether the device is through with them. `on_stuck` is
+    told how many, before `on_over` is called: its memory must not be used again.
     """
 
     num_left: int
     lncs: frozenset[int]
     on_over: Callable[["Movement"], object]
+    on_stuck: Callable[[int], object]
     error: NeuronDiError | None = None
     num_posted: int = 0
-    is_stuck: bool = False
+    num_stuck: int = 0
 
     def fail(self, error: NeuronDiError) -> None:
         """The first error counts."""
@@ -69,8 +71,6 @@ class Channel:
     waiting: deque[Message] = field(default_factory=deque)
     posted: deque[tuple[NrtRequest, Message]] = field(default_factory=deque)
     error: NeuronDiError | None = None
-    # Where a message failed: its movement never gets back what it stands for.
-    num_lost: int = 0
 
     @property
     def is_busy(self) -> bool:
@@ -112,7 +112,7 @@ class Channel:
         self.drop_waiting(over)
         while self.posted:
             _, message = self.posted.popleft()
-            self._lose(message, error, over)
+            _lose(message, error, over)
 
     def _is_done(self, over: list[Movement]) -> bool:
         """Whether the oldest one that is posted is over; then it is forgotten."""
@@ -124,7 +124,7 @@ class Channel:
                 return False  # it may be asked again
             self.posted.popleft()
             self.error = self.error or PeerGone(f"a message between devices failed: {error}")
-            self._lose(message, self.error, over)
+            _lose(message, self.error, over)
             if isinstance(error, NrtWorkerError):
                 raise
             return True
@@ -156,16 +156,16 @@ class Channel:
         self.posted.append((request, message))
         return True
 
-    def _lose(self, message: Message, error: NeuronDiError, over: list[Movement]) -> None:
-        self.num_lost += 1
-        message.movement.is_stuck = True
-        message.movement.fail(error)
-        _count_down(message.movement, over)
-
 
 def is_late(error: Exception) -> bool:
     """Whether the runtime says that something did not happen yet: it may be asked again."""
     return isinstance(error, NrtError) and error.status == NrtStatus.TIMEOUT
+
+
+def _lose(message: Message, error: NeuronDiError, over: list[Movement]) -> None:
+    message.movement.num_stuck += 1
+    message.movement.fail(error)
+    _count_down(message.movement, over)
 
 
 def _count_down(movement: Movement, over: list[Movement]) -> None:

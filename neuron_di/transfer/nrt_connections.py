@@ -28,9 +28,12 @@ from neuron_di_bindings.nrt import (
 )
 
 Direction = Literal["send", "receive"]
+# Of each pair: the rank here, the core there.
+Pairs = Sequence[tuple[int, int]]
 
 PROBE_BYTES = 32
 _POLL_S = 0.002
+_SPENT_SETS_MAX = 8  # of one pair of processes: who says each time that it has none takes no more
 _EPOCH_BITS = 63  # 0 is none
 
 
@@ -59,6 +62,12 @@ class ConnectionSet:
     places: list[Place] = field(default_factory=list)
     is_used: bool = False  # by a link that there is
     is_broken: bool = False  # its order is not known any more, or something is posted for good
+    num_spent: int = 0  # communicators of the same pair of processes that nobody uses any more
+
+    def serves(self, host: str, pairs: Pairs) -> bool:
+        """Whether a link to these cores of that host can use it again."""
+        own = [(place.rank, place.peer_lnc) for place in self.places]
+        return not self.is_broken and self.host == host and own == list(pairs)
 
     @property
     def channels(self) -> list[Channel]:
@@ -79,7 +88,7 @@ class Connections:
         self._lock = threading.Lock()
         self._sets: dict[tuple[Incarnation, Direction], ConnectionSet] = {}
         self._num_made: Counter[int] = Counter()  # by core
-        # Begun, and not met by the peer: whatever process comes to be there meets these.
+        # Not begun, or not met by the peer: whatever process comes to be there meets these.
         self._unmet: dict[tuple[Direction, str, int, int], Place] = {}
         self._probes: list[NrtTensor] = []
         first_of_rank = dict[int, NrtTensor]()
@@ -97,15 +106,18 @@ class Connections:
             self.free()
             raise
 
-    def epoch_of(self, peer: Incarnation, direction: Direction) -> int:
-        """Of the connections to a peer that can be used again; 0: there are none."""
+    def epoch_of(self, peer: Incarnation, direction: Direction, host: str, pairs: Pairs) -> int:
+        """Of the connections to a peer that can be used again for these pairs; 0: there are
+        none."""
         with self._lock:
             known = self._sets.get((peer, direction))
-            return 0 if known is None or known.is_broken else known.epoch
+            return known.epoch if known is not None and known.serves(host, pairs) else 0
 
-    def agree(self, peer: Incarnation, direction: Direction, its_epoch: int) -> int:
+    def agree(
+        self, peer: Incarnation, direction: Direction, host: str, pairs: Pairs, its_epoch: int
+    ) -> int:
         """The epoch to use with a peer that has `its_epoch`: that, if this end has it, too."""
-        own = self.epoch_of(peer, direction)
+        own = self.epoch_of(peer, direction, host, pairs)
         if own and own == its_epoch:
             return own
         return secrets.randbits(_EPOCH_BITS) | 1
@@ -116,17 +128,20 @@ class Connections:
         direction: Direction,
         host: str,
         epoch: int,
-        pairs: Sequence[tuple[int, int]],
+        pairs: Pairs,
     ) -> ConnectionSet:
-        """The set of this epoch: the one that is there, or places for one, (rank, core of the peer)
-        each. PeerRefused where a core has no communicators left for it."""
+        """The set of this epoch: the one that is there, or places for one. PeerRefused where a core
+        has no communicators left for it, or the peer has wasted too many."""
         with self._lock:
             known = self._sets.get((peer, direction))
-            if known is not None and known.epoch == epoch and not known.is_broken:
-                return known
-            if known is not None:
-                self._forget(known)
             made = ConnectionSet(peer, direction, host, epoch)
+            if known is not None:
+                if known.epoch == epoch and known.serves(host, pairs):
+                    return known
+                self._spend(known)
+                made.num_spent = known.num_spent
+                if made.num_spent > _SPENT_SETS_MAX * len(pairs):
+                    raise PeerRefused("it has given up too many of the device's connections")
             keys = [
                 (direction, host, peer_lnc, self._device.lncs[rank]) for rank, peer_lnc in pairs
             ]
@@ -164,11 +179,11 @@ class Connections:
                     if is_over():
                         raise PeerGone("it gave up while the devices were being connected")
                     sleep_s(_POLL_S)
-        except NrtWorkerError:
-            wanted.is_broken = True
-            raise
         except NrtError as error:
-            wanted.is_broken = True
+            with self._lock:
+                self._spend(wanted)
+            if isinstance(error, NrtWorkerError):
+                raise
             if error.status == NrtStatus.RESOURCE:
                 raise PeerRefused(f"the device makes no more connections: {error}") from None
             raise PeerGone(f"its device cannot be connected: {error}") from None
@@ -199,11 +214,14 @@ class Connections:
             "peers that are gone come back with a restart of this worker"
         )
 
-    def _forget(self, known: ConnectionSet) -> None:
-        """Under the lock."""
-        del self._sets[known.peer, known.direction]
-        for place in known.places:
-            if place.channel is not None and not place.channel.communicator.was_connected:
+    def _spend(self, known: ConnectionSet) -> None:
+        """Under the lock: nobody uses it again, but for what the peer never met."""
+        known.is_broken = True
+        places, known.places = known.places, []
+        for place in places:
+            if place.channel is not None and place.channel.communicator.was_connected:
+                known.num_spent += 1
+            else:
                 key = known.direction, known.host, place.peer_lnc, place.lnc
                 self._unmet[key] = place
 

@@ -102,12 +102,6 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 
 def _likely_cause(runtime: NrtRuntime, tensor: NrtTensor) -> str:
-    locks = [str(path) for name in _LOCK_NAMES for path in sorted(_LOCK_FOLDER.glob(name))]
-    if locks:
-        return (
-            f"There is a bootstrap lock file, {', '.join(locks)}: if no process uses it, one that "
-            "was killed left it behind; delete it"
-        )
     has_efa = True  # where nobody can tell
     if runtime.library.has("nrt_get_attached_efa_bdf"):
         with contextlib.suppress(NrtError, NrtMisuse):
@@ -117,7 +111,23 @@ def _likely_cause(runtime: NrtRuntime, tensor: NrtTensor) -> str:
             "Its memory has no EFA adapter beside it: send and receive need an instance with EFA, "
             "and --transfer shm,tcp does not"
         )
+    if locks := _locks_of_others():
+        return (
+            f"There is a bootstrap lock file of another user, {', '.join(locks)}: if no process "
+            "uses it, one that was killed left it behind; delete it"
+        )
     return (
         "It needs EFA, a driver and runtime of the same release, and its cores for this process "
         "alone; the runtime's own log (NEURON_RT_LOG_LEVEL=INFO) says more"
     )
+
+
+def _locks_of_others() -> list[str]:
+    """Those that this user may not lock. One of its own is in nobody's way."""
+    found = []
+    for name in _LOCK_NAMES:
+        for path in sorted(_LOCK_FOLDER.glob(name)):
+            with contextlib.suppress(OSError):  # it is gone by now
+                if path.stat().st_uid != os.getuid() or not os.access(path, os.R_OK | os.W_OK):
+                    found.append(str(path))
+    return found

@@ -28,6 +28,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
 )
 from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvPool, Memory, ids_below
+from neuron_di.obs import get_logger
 from neuron_di.transfer.nrt_connections import Connections
 from neuron_di.transfer.nrt_cores import close_cores, neuron_pool, open_cores
 from neuron_di.transfer.nrt_exchange import NrtTimes
@@ -44,6 +45,8 @@ from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import NrtRegion, Region
 from neuron_di_bindings.nrt import NrtError, NrtMisuse, NrtWorkerError
+
+_log = get_logger(__name__)
 
 _SECRET_BYTES = 32
 
@@ -165,6 +168,9 @@ class NrtEngine:
         plan = DevicePlan(self._geometry, self._geometry_of(region, layout))
         pairs = [(own, region.lncs[its]) for own, its in plan.pairs]
         self._links.listen(self._host, self._options.nrt_control_port, self._guest_of)
+        # The runtime connects there, at a port that no peer names: only the host is in question.
+        if reason := self._why_refused(region.host, self._links.port):
+            raise PeerRefused(f"its device is where nobody connects: {reason}")
         with self._lock:
             known = self._accepted.get(peer)
             if known is not None and known.guest.region == region:
@@ -309,7 +315,16 @@ class NrtEngine:
 
     def _call(self, token: TransferToken, action: Callable[[], object]) -> None:
         """On the poster's thread, or end the token."""
-        if self._is_closed or not self._poster.call(action):
+
+        def guarded() -> None:
+            try:
+                action()
+            except Exception as bug:
+                _log.exception("nrt_transfer_failed")
+                name = type(bug).__name__
+                self._complete(token, LocalProtocolError(f"a transfer engine failed: {name}"))
+
+        if self._is_closed or not self._poster.call(guarded):
             token.complete(LocalProtocolError("a transfer was posted to a closed engine"))
 
     def _complete(self, token: TransferToken, error: NeuronDiError | None) -> None:

@@ -13,8 +13,14 @@ from functools import partial
 from typing import Protocol
 
 from neuron_di.clock import Deadline, now_s
-from neuron_di.errors import NeuronDiError, PeerTimeout, RemoteProtocolError
+from neuron_di.errors import (
+    LocalProtocolError,
+    NeuronDiError,
+    PeerTimeout,
+    RemoteProtocolError,
+)
 from neuron_di.kv import DeviceKv
+from neuron_di.obs import get_logger
 from neuron_di.transfer.nrt_channel import Channel, Message, Movement
 from neuron_di.transfer.nrt_connections import PROBE_BYTES, ConnectionSet
 from neuron_di.transfer.nrt_frames import Frame
@@ -22,6 +28,10 @@ from neuron_di.transfer.nrt_link import ControlLink
 from neuron_di.transfer.nrt_plan import Moves
 from neuron_di.transfer.nrt_poster import Poster
 from neuron_di_bindings.nrt import NrtTensor
+
+_log = get_logger(__name__)
+
+_UNHEARD_MAX = 64  # frames that were read, and that the poster has not come to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +74,7 @@ class Listener(Protocol):
 
 
 class _Nobody:
-    """While the link is not proved."""
+    """While the link is not proved, and once it is over."""
 
     has_open = False
 
@@ -81,8 +91,8 @@ class _Nobody:
 class Exchange:
     """An Agent of the poster. Made by any thread, used on the poster's.
 
-    `on_stuck` is told how many messages are posted for good. `quiet` is set once the link is over
-    and nothing is under way any more.
+    `on_stuck` is told how many of a transfer's messages are posted for good, before the transfer is
+    over. `quiet` is set once the link is over and nothing is under way any more.
     """
 
     def __init__(
@@ -103,7 +113,7 @@ class Exchange:
         self._times = times
         self._on_stuck = on_stuck
         self._listener: Listener = _Nobody()
-        self._carries_kv = False
+        self._unheard = threading.Semaphore(_UNHEARD_MAX)
         self._is_broken = False  # the peer hears nothing of this end any more
         self._grace = Deadline.after(0.0)
         self._moved_s = now_s()
@@ -120,6 +130,8 @@ class Exchange:
         try:
             while True:
                 frame = self.link.read()
+                if not self._unheard.acquire(timeout=self._times.stall_s):
+                    raise PeerTimeout("this worker's device is busy")
                 if not self._poster.call(partial(self._hear, frame)):
                     return
         except NeuronDiError as error:
@@ -128,18 +140,23 @@ class Exchange:
             self.link.shut()
             self.link.close()
 
-    def begin(self, moves: Moves, on_over: OnOver) -> Movement:
+    def begin(self, moves: Moves, on_over: OnOver) -> None:
         """Post these messages behind all that began before. `on_over` is called at the end."""
         assert not self._is_broken, "nothing begins on a link that is broken"
-        self._carries_kv = True
+        channels = self._connections.channels
+        if len(moves.starts) != len(channels) + 1:
+            error = LocalProtocolError("a transfer over other connections than there are")
+            self.break_off(error)
+            on_over(Movement(0, frozenset(), on_over, self._on_stuck, error))
+            return
         is_send = self._connections.direction == "send"
         numbers, offsets = (
             (moves.source_tensors, moves.source_offsets)
             if is_send
             else (moves.destination_tensors, moves.destination_offsets)
         )
-        movement = self._movement(len(moves.lengths), on_over)
-        for pair, channel in enumerate(self._connections.channels):
+        movement = self._movement(len(moves.lengths), on_over, self._on_stuck)
+        for pair, channel in enumerate(channels):
             rows = moves.of_pair(pair)
             places = zip(numbers[rows].tolist(), offsets[rows].tolist(), strict=True)
             lengths = moves.lengths[rows].tolist()
@@ -147,27 +164,29 @@ class Exchange:
                 tensor = self._device.tensors[number].nrt
                 assert tensor is not None, "who makes an engine looked"
                 channel.waiting.append(Message(movement, tensor, offset, num_bytes))
-        return self._post(movement)
+        self._post()
 
     def begin_probe(self, probes: Sequence[NrtTensor], on_over: OnOver) -> None:
         """The first thing: a short message through each channel, from or to its place's probe."""
         self._poster.add(self)
-        movement = self._movement(len(probes), on_over)
+        # Nobody else uses its memory: what is posted for good there costs no device.
+        movement = self._movement(len(probes), on_over, lambda _: None)
         for place, probe in zip(self._connections.places, probes, strict=True):
             assert place.channel is not None, "it is connected"
             message = Message(movement, probe, place.probe_offset, PROBE_BYTES)
             place.channel.waiting.append(message)
-        self._post(movement)
+        self._post()
 
-    def _movement(self, num_messages: int, on_over: OnOver) -> Movement:
+    def _movement(
+        self, num_messages: int, on_over: OnOver, on_stuck: Callable[[int], object]
+    ) -> Movement:
         is_send = self._connections.direction == "send"
         lncs = frozenset[int]() if is_send else frozenset(p.lnc for p in self._connections.places)
-        return Movement(num_messages, lncs, on_over)
+        return Movement(num_messages, lncs, on_over, on_stuck)
 
-    def _post(self, movement: Movement) -> Movement:
+    def _post(self) -> None:
         self._moved_s = now_s()
         self._poster.step([self])
-        return movement
 
     def finish(self, error: NeuronDiError) -> None:
         """Nothing new begins; what has begun ends in good order, and the link after it."""
@@ -221,24 +240,29 @@ class Exchange:
         return self.tick()
 
     def _end(self) -> None:
-        """The last thing that it does."""
+        """The last thing that it does: its listener may serve the next link from now on, and its
+        reader still has to find out that this one is over."""
         channels = self._connections.channels
         self._poster.remove(self)
         self.link.shut()
-        self._connections.is_broken = any(channel.error is not None for channel in channels)
+        self._is_broken = True
+        self._listener = _Nobody()
+        if any(channel.error is not None for channel in channels):
+            self._connections.is_broken = True
         self._connections.is_used = False
-        num_lost = sum(channel.num_lost for channel in channels)
-        if num_lost and self._carries_kv:  # else it is a probe: nobody else uses its memory
-            self._on_stuck(num_lost)
         self.quiet.set()
 
     def _hear(self, frame: Frame) -> None:
+        self._unheard.release()
         if self._is_broken:
             return
         try:
             self._listener.heard(frame)
         except NeuronDiError as error:
             self.break_off(error)
+        except Exception as bug:  # the peer waits for an answer that it may never get
+            _log.exception("nrt_frame_failed")
+            self.break_off(LocalProtocolError(f"a transfer engine failed: {type(bug).__name__}"))
 
     def _tell(self) -> None:
         assert self.error is not None, "it is over"

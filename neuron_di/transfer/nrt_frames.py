@@ -25,13 +25,12 @@ from neuron_di.errors import RemoteProtocolError
 SETUP, CONNECTED, READY, OFFER, ACCEPT, REFUSE, WITHDRAW = 1, 2, 3, 4, 5, 6, 7
 
 # Why an offer is refused.
-GIVEN_UP, UNFIT, CROWDED, WITHDRAWN, BROKEN = 1, 2, 3, 4, 5
+GIVEN_UP, UNFIT, CROWDED, WITHDRAWN = 1, 2, 3, 4
 REFUSALS = {
     GIVEN_UP: "it gave the transfer up",
     UNFIT: "it reckons other bytes",
     CROWDED: "it has too many offers",
     WITHDRAWN: "it had not asked for it in time",
-    BROKEN: "its device did not take it",
 }
 
 _MAGIC = b"NDN1"
@@ -40,9 +39,9 @@ FRAME_BYTES = _FRAME.size
 
 
 class Frame(NamedTuple):
-    """`number` is an offer's: prefill counts them. `tag`, `num_bytes` and `digest` are those of its
-    transfer. In SETUP `number` is the connections' epoch, 0 for none, and `tag` and `digest` are a
-    nonce. In REFUSE `tag` is the reason."""
+    """`number` is an offer's: prefill counts them, and they only rise. `tag`, `num_bytes` and
+    `digest` are those of its transfer. In SETUP `number` is the connections' epoch, 0 for none, and
+    `tag` and `digest` are a nonce. In REFUSE `tag` is the reason."""
 
     kind: int
     number: int = 0

@@ -8,13 +8,19 @@ all of them.
 import hashlib
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import NeuronDiError, PeerGone, PeerRefused, PeerTimeout, RemoteProtocolError
 from neuron_di.transfer.nrt_channel import Movement
-from neuron_di.transfer.nrt_connections import PROBE_BYTES, Connections, ConnectionSet, Place
+from neuron_di.transfer.nrt_connections import (
+    PROBE_BYTES,
+    Connections,
+    ConnectionSet,
+    Pairs,
+    Place,
+)
 from neuron_di.transfer.nrt_exchange import Exchange
 from neuron_di.transfer.nrt_frames import CONNECTED, READY, SETUP, Frame
 from neuron_di.transfer.nrt_link import ControlLink
@@ -23,8 +29,6 @@ from neuron_di.types import Incarnation
 from neuron_di_bindings.nrt import NrtError, NrtMisuse
 
 MakeExchange = Callable[[ControlLink, ConnectionSet], Exchange]
-# Of each pair: the rank here, the core there.
-Pairs = Sequence[tuple[int, int]]
 
 _NONCE_BITS = 64
 
@@ -58,7 +62,7 @@ class Handshake:
 
     def as_decode(self, pairs: Pairs) -> Exchange:
         """READY is said and heard: what is posted at the other end from now on finds this one."""
-        own_epoch = self._connections.epoch_of(self._peer, "receive")
+        own_epoch = self._connections.epoch_of(self._peer, "receive", self._host, pairs)
         nonce = secrets.randbits(_NONCE_BITS), secrets.randbits(_NONCE_BITS)
         self._link.send(Frame(SETUP, own_epoch, tag=nonce[0], digest=nonce[1]))
         epoch = self._read(SETUP).number
@@ -86,7 +90,7 @@ class Handshake:
         """All but the last READY, which is the caller's to say."""
         asked = self._read(SETUP)
         nonce = asked.tag, asked.digest
-        epoch = self._connections.agree(self._peer, "send", asked.number)
+        epoch = self._connections.agree(self._peer, "send", self._host, pairs, asked.number)
         wanted = self._connections.take(self._peer, "send", self._host, epoch, pairs)
         self._link.send(Frame(SETUP, epoch))
         self._connections.connect(wanted, self._deadline, self._link.has_ended)

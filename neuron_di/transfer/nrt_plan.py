@@ -1,9 +1,14 @@
 """Which bytes go from which core to which: what both ends of a pair of devices reckon alike.
 
 Geometries come from both ends' regions, so both make the same plan of the same blocks and tokens:
-used tokens only, each head once, from whatever number of ranks to whatever other. Of a head's
-replicas one sends and one receives, layer by layer another; the receiver fills its others by
-itself.
+each head once, from whatever number of ranks to whatever other. Of a head's replicas one sends and
+one receives, layer by layer another; the receiver fills its others by itself.
+
+What moves is the used tokens, but for keys that both ends keep transposed in slots of one length:
+of them a head's whole part of the slot is one message, with the unused tail and the pad behind it,
+which nobody reads. By used tokens it would be a message for each dim. While such a message is under
+way a step of the receiver's model may write to the same pad, as its idle rows do: whatever is there
+in the end, no attention takes it.
 """
 
 import hashlib
@@ -28,7 +33,8 @@ from neuron_di.kv.runs import Ints
 from neuron_di.wire import NrtRegion
 
 _ORDERS: tuple[Order, ...] = ("HSD", "SHD", "HDS")
-_HOLDERS_MAX = 4096  # of one layer's heads, replicas counted: of 256 ranks 16 each
+_HOLDERS_MAX = 1 << 16  # of all layers' heads, replicas counted: 64 ranks of 80 layers are 5,120
+_MESSAGES_MAX = 1 << 18  # of a slot
 _BYTES_MAX = 1 << 62  # of one tensor: offsets are signed, of 64 bits, and are added to
 
 
@@ -61,17 +67,20 @@ class DevicePlan:
     """From the slots of one device into those of another. Immutable.
 
     `pairs` are the ranks that exchange anything: (source's, destination's). PeerRefused where the
-    two keep KV in different orders, so that single numbers would have to move.
+    two keep KV in different orders, so that single numbers would have to move, or a slot as more
+    messages than _MESSAGES_MAX.
     """
 
     def __init__(self, source: KvGeometry, destination: KvGeometry) -> None:
         self._block_size = source.block_size
         try:
-            self._planner = Planner(source, destination)
+            self._planner = Planner(source, destination, with_unused=True)
         except ConfigError as error:
             raise PeerRefused(f"another KV layout: {error.message}") from None
         if self._planner.is_staged:
             raise PeerRefused("the two devices keep KV in different orders or number formats")
+        if (most := self._planner.num_runs_below(source.block_size)) > _MESSAGES_MAX:
+            raise PeerRefused(f"a slot would move as {most} messages, at most {_MESSAGES_MAX} may")
         self._source_ranks, self._destination_ranks = map(_ranks_by_tensor, (source, destination))
         self._num_ranks = len(destination.heads)
         runs = self._planner.plan([0], [0], 1).runs
@@ -161,7 +170,7 @@ def device_geometry(region: NrtRegion, layout: KvLayout) -> KvGeometry:
     """
     if len(region.lncs) != len(region.heads) or len(set(region.lncs)) < len(region.lncs):
         raise RemoteProtocolError("a device whose cores are not one for each rank")
-    if sum(map(len, region.heads)) > _HOLDERS_MAX:
+    if sum(map(len, region.heads)) * layout.num_layers > _HOLDERS_MAX:
         raise RemoteProtocolError("a device with more KV heads than there are")
     if region.block_size < layout.block_size:
         raise RemoteProtocolError("a device with slots that are shorter than its requests")

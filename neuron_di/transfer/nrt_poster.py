@@ -109,16 +109,22 @@ class Poster:
 
     def finish(self, over: Sequence[Movement]) -> None:
         """On the thread: these movements are over. What they received is visible before anybody
-        learns of it."""
-        arrived = [each for each in over if each.error is None]
-        for lnc in sorted(set[int]().union(*(each.lncs for each in arrived))):
+        learns of it: also what came of one that failed, or it would come later, into a slot that is
+        another request's by then."""
+        posted = [each for each in over if each.num_posted]
+        for lnc in sorted(set[int]().union(*(each.lncs for each in posted))):
             try:
                 self._flush(lnc)
             except (NrtError, NrtMisuse) as error:
-                for each in arrived:
+                for each in posted:
                     each.fail(PeerGone(f"what was received cannot be made visible: {error}"))
+                    # It may become visible at any later flush: nobody can have these slots.
+                    each.num_stuck = each.num_stuck or each.num_posted
                 if isinstance(error, NrtWorkerError):
                     self._on_lost(error)
+        for each in over:
+            if each.num_stuck:
+                _guard(partial(each.on_stuck, each.num_stuck))
         for each in over:
             _guard(partial(each.on_over, each))
 

@@ -23,7 +23,6 @@ from neuron_di.transfer.nrt_channel import Movement
 from neuron_di.transfer.nrt_exchange import Exchange
 from neuron_di.transfer.nrt_frames import (
     ACCEPT,
-    BROKEN,
     CROWDED,
     GIVEN_UP,
     OFFER,
@@ -64,8 +63,8 @@ class NrtReceiver:
         self._complete = complete
         self._waiting: dict[int, _Incoming] = {}  # by tag: no offer has come
         self._accepted: dict[int, _Incoming] = {}
-        self._offers: OrderedDict[int, Frame] = OrderedDict()  # by number
-        self._offered: dict[int, int] = {}  # the number of an offer that waits, by tag
+        self._offers: dict[int, Frame] = {}  # that wait for their receives, by tag
+        self._last_number = 0  # of an offer
         self._cancelled: OrderedDict[int, None] = OrderedDict()  # whose offers may still come
 
     has_open = False  # it answers, and asks nothing
@@ -89,9 +88,9 @@ class NrtReceiver:
         self._cancelled.pop(tag, None)
         self._waiting[tag] = _Incoming(receive, token, moves)
         self.idle.clear()
-        number = self._offered.pop(tag, None)
-        if number is not None:
-            self._take(self._offers.pop(number))
+        offer = self._offers.pop(tag, None)
+        if offer is not None:
+            self._take(offer)
 
     def cancel(self, tag: int) -> None:
         incoming = self._waiting.pop(tag, None)
@@ -105,11 +104,16 @@ class NrtReceiver:
     def heard(self, frame: Frame) -> None:
         match frame.kind:
             case kind if kind == OFFER:
+                if frame.number <= self._last_number:
+                    raise RemoteProtocolError("a prefill worker's offers are out of order")
+                self._last_number = frame.number
                 self._take(frame)
             case kind if kind == WITHDRAW:
-                offer = self._offers.pop(frame.number, None)
-                if offer is not None:
-                    del self._offered[offer.tag]
+                if frame.number > self._last_number:
+                    raise RemoteProtocolError("a prefill worker withdrew what it had not offered")
+                offer = self._offers.get(frame.tag)
+                if offer is not None and offer.number == frame.number:
+                    del self._offers[frame.tag]
                     self._refuse(offer, WITHDRAWN)
             case _:
                 raise RemoteProtocolError("a prefill worker said what only a decode worker may")
@@ -121,8 +125,7 @@ class NrtReceiver:
         waiting, self._waiting = self._waiting, {}
         for incoming in waiting.values():
             self._end(incoming.token, error)
-        offers, self._offers = self._offers, OrderedDict()
-        self._offered.clear()
+        offers, self._offers = self._offers, {}
         for offer in offers.values():
             self._refuse(offer, GIVEN_UP)
 
@@ -135,13 +138,12 @@ class NrtReceiver:
         elif incoming is not None:
             del self._waiting[offer.tag]
             self._accept(offer, incoming)
-        elif offer.tag in self._offered or offer.tag in self._accepted:
+        elif offer.tag in self._offers or offer.tag in self._accepted:
             raise RemoteProtocolError("a prefill worker offered one transfer twice")
         elif len(self._offers) >= RECEIVES_MAX:
             self._refuse(offer, CROWDED)
         else:
-            self._offers[offer.number] = offer
-            self._offered[offer.tag] = offer.number
+            self._offers[offer.tag] = offer
 
     def _accept(self, offer: Frame, incoming: _Incoming) -> None:
         moves = incoming.moves
@@ -152,12 +154,8 @@ class NrtReceiver:
             return
         incoming.start_s = now_s()
         self._accepted[offer.tag] = incoming
-        movement = self.exchange.begin(moves, lambda over: self._over(incoming, over))
-        # Else its receives are posted, and nothing but the peer's sends ends them.
-        is_taken = movement.error is None or movement.num_posted
-        self.exchange.link.send(
-            Frame(ACCEPT, offer.number) if is_taken else Frame(REFUSE, offer.number, BROKEN)
-        )
+        self.exchange.begin(moves, lambda over: self._over(incoming, over))
+        self.exchange.link.send(Frame(ACCEPT, offer.number))  # where none was taken it is shut
 
     def _refuse(self, offer: Frame, reason: int) -> None:
         self.exchange.link.send(Frame(REFUSE, offer.number, reason))

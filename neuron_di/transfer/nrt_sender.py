@@ -3,7 +3,7 @@
 A send that nobody accepts in time is withdrawn. Only the peer's answer ends it then: an ACCEPT may
 be on its way, and its receives are posted.
 
-All of this runs on the poster's thread, but for `wait_idle`.
+All of this runs on the poster's thread.
 """
 
 import threading
@@ -132,7 +132,7 @@ class NrtSender:
         assert self.exchange is not None, "it was offered"
         outgoing.is_withdrawn = True
         outgoing.deadline = Deadline.after(self._times.answer_s)
-        self.exchange.link.send(Frame(WITHDRAW, number))
+        self.exchange.link.send(Frame(WITHDRAW, number, outgoing.tag))
 
     def _over(self, number: int, movement: Movement) -> None:
         self._end(number, movement.error)

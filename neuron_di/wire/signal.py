@@ -31,7 +31,7 @@ from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire.codec import SIGNAL_BYTES_MAX, BoundedAttempt, BoundedRequestId, Decoder
 from neuron_di.wire.regions import EngineName, KvForm, LayoutFields, Offers
 
-SIGNAL_VERSION = 3
+SIGNAL_VERSION = 4
 REASON_CHARS_MAX = 1000
 PIECES_MAX = 4096  # of one request's KV that is streamed
 

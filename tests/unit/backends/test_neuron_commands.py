@@ -1,11 +1,12 @@
 """`neuron-di compile`, and what `neuron-di worker` says when it cannot have its device: code 2."""
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,13 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     simulated(tmp_path / "root", monkeypatch)
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
+    yield
+    root.setLevel(before[0])  # a command sets it for its process, which is this one
+    root.handlers[:] = before[1]
 
 
 @pytest.fixture

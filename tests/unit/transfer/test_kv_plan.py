@@ -8,6 +8,7 @@ import pytest
 from neuron_di.errors import LocalProtocolError
 from neuron_di.kv import KvLayout, whole_block_runs
 from neuron_di.transfer.kv_plan import UNUSED_BYTES_MAX, kv_runs
+from neuron_di.wire import SIGNAL_VERSION
 from neuron_di_bindings.run_copy import copy_runs
 
 # A row, one layer's and head's tokens of a block, of 64 KiB: 256 bytes each token.
@@ -62,3 +63,10 @@ def test_blocks_of_few_tokens_move_whole():
 def test_lists_that_do_not_fit_the_tokens_are_refused(sources, destinations):
     with pytest.raises(LocalProtocolError):
         kv_runs(SLOTS, SLOTS, sources, destinations, 257)
+
+
+def test_workers_that_move_the_tails_of_slots_are_refused_at_the_handshake():
+    """Theirs is signal protocol 3: a transfer would be of another number of bytes at their end."""
+    whole = whole_block_runs(SLOTS, [1], [2])
+    assert kv_runs(SLOTS, SLOTS, [1], [2], 1).num_bytes < whole.num_bytes
+    assert SIGNAL_VERSION > 3

@@ -67,7 +67,7 @@ def channel_of(*takes, pending_max=8, direction="send"):
 
 def add(channel, count, start=0):
     """A movement of so many messages, of 10 bytes each."""
-    movement = Movement(count, frozenset(), lambda _: None)
+    movement = Movement(count, frozenset(), lambda _: None, lambda _: None)
     for number in range(start, start + count):
         channel.waiting.append(Message(movement, "tensor", number, 10))
     return movement
@@ -136,11 +136,11 @@ def test_what_is_refused_was_not_posted_and_breaks_the_channel():
     assert has_moved
     assert over == [second]
     assert isinstance(second.error, PeerGone)
-    assert not second.is_stuck
+    assert not second.num_stuck
     assert not second.num_posted
     assert step(channel) == (True, [first])
     assert first.error is None
-    assert channel.num_lost == 0
+    assert first.num_stuck == 0
 
 
 def test_a_message_that_cannot_be_is_a_bug_and_ends_nothing_else():
@@ -159,13 +159,12 @@ def test_a_message_that_failed_is_lost_and_those_behind_it_are_waited_for():
     step(channel)
     assert step(channel) == (True, [first])
     assert isinstance(first.error, PeerGone)
-    assert first.is_stuck
-    assert channel.num_lost == 1
+    assert first.num_stuck == 1
     assert not channel.waiting  # and its turn will not come
     requests[1].answers = [10]
     assert step(channel) == (True, [second])
     assert isinstance(second.error, PeerGone)
-    assert not second.is_stuck
+    assert not second.num_stuck
 
 
 def test_another_length_than_was_posted_breaks_the_channel():
@@ -187,7 +186,7 @@ def test_a_device_that_is_lost_is_told_and_what_waits_ends(is_posted):
     with pytest.raises(NrtWorkerError):
         channel.step(over)
     assert over == [movement]
-    assert movement.is_stuck == is_posted
+    assert movement.num_stuck == is_posted
     assert isinstance(movement.error, PeerGone)
     assert step(channel) == (False, [])
 
@@ -202,9 +201,7 @@ def test_what_is_abandoned_is_not_asked_for_any_more():
     channel.abandon(error, over)
     assert over == [first, second]
     assert (first.error, second.error) == (error, error)
-    assert first.is_stuck
-    assert second.is_stuck
-    assert channel.num_lost == 2
+    assert (first.num_stuck, second.num_stuck) == (1, 1)
     assert step(channel) == (False, [])
     assert sum(request.num_tests for request in requests) == 0
 
@@ -239,7 +236,9 @@ def poster():
 def over_of(poster, *messages, lncs=(), error=None):
     """Post these on channels of their own, one movement; wait until it is over."""
     ended = threading.Event()
-    movement = Movement(len(messages), frozenset(lncs), lambda _: ended.set(), error=error)
+    movement = Movement(
+        len(messages), frozenset(lncs), lambda _: ended.set(), lambda _: None, error=error
+    )
     channels = [channel_of(request) for request in messages]
     for channel in channels:
         channel.waiting.append(Message(movement, "tensor", 0, 10))
@@ -256,9 +255,33 @@ def test_a_movement_is_over_when_all_its_channels_are(poster):
     assert poster.flushed == [1, 3]
 
 
-def test_nothing_is_flushed_for_what_failed(poster):
-    assert over_of(poster, Request(REFUSED), lncs=(3, 1)).error is not None
+def test_what_came_of_a_transfer_that_failed_is_flushed_too(poster):
+    """Its slots are another request's by the time of the next flush."""
+    assert over_of(poster, Request(10), Request(REFUSED), lncs=(3, 1)).error is not None
+    assert poster.flushed == [1, 3]
+
+
+def test_nothing_is_flushed_for_what_was_never_posted(poster):
+    assert over_of(poster, REFUSED, lncs=(3, 1)).error is not None
     assert poster.flushed == []
+
+
+def test_a_device_is_lost_before_anybody_learns_that_a_transfer_is_over(poster):
+    told, done = [], threading.Event()
+    movements = [
+        Movement(
+            0,
+            frozenset(),
+            lambda _, number=number: told.append(number),
+            lambda count: told.append(f"{count} stuck"),
+            num_posted=4,
+            num_stuck=num_stuck,
+        )
+        for number, num_stuck in enumerate((0, 3))
+    ]
+    poster.call(lambda: (poster.finish(movements), done.set()))
+    assert done.wait(10.0)
+    assert told == ["3 stuck", 0, 1]
 
 
 def test_the_thread_lives_on_whatever_it_is_told(poster):

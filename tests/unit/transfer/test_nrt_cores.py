@@ -1,5 +1,6 @@
 """Which engines a worker with a Neuron device offers, and what it says where one cannot be."""
 
+import os
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
@@ -120,6 +121,17 @@ def test_auto_says_why_there_is_no_way_from_core_to_core(pool, monkeypatch):
             make_engines(pool, NAMED, LOOPBACK)
 
 
+@pytest.fixture
+def lock_of_another_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "_LOCK_FOLDER", tmp_path)
+    lock = tmp_path / "nrt_kv_store_server_lock_uid_1000"
+    lock.touch()
+    uid = os.getuid()
+    monkeypatch.setattr(cores.os, "getuid", lambda: uid + 1)
+    return lock
+
+
+@pytest.mark.usefixtures("lock_of_another_user")
 def test_an_instance_without_efa_is_named_as_the_cause():
     settings = {"NRT_SIM_INSTANCE": "trn1.2xlarge", "NEURON_RT_VISIBLE_CORES": "0-1"}
     with closing(nrt_end.make_pool(LAYOUT, NUM_BLOCKS, PREFILL, settings=settings)) as pool:
@@ -133,15 +145,19 @@ def test_an_instance_without_efa_is_named_as_the_cause():
         assert "--transfer shm,tcp" in refusal.value.message
 
 
-def test_a_lock_file_that_was_left_behind_is_named_with_its_mend(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(cores, "_LOCK_FOLDER", tmp_path)
-    pool.place.fault("function=nrt_async_sendrecv_init status=1 times=2")
-    with pool.place.environment(), pytest.raises(ConfigError, match="release"):
-        cores.open_cores(pool.device)
-    (tmp_path / "nrt_kv_store_server_lock_uid_1000").touch()
+def test_a_lock_file_that_was_left_behind_is_named_with_its_mend(pool, lock_of_another_user):
+    pool.place.fault("function=nrt_async_sendrecv_init status=1")
     with pool.place.environment(), pytest.raises(ConfigError, match="delete it") as refusal:
         cores.open_cores(pool.device)
-    assert str(tmp_path / "nrt_kv_store_server_lock_uid_1000") in refusal.value.message
+    assert str(lock_of_another_user) in refusal.value.message
+
+
+def test_a_lock_file_of_its_own_is_in_nobodys_way(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "_LOCK_FOLDER", tmp_path)
+    (tmp_path / "nrt_kv_store_server.lock").touch()
+    pool.place.fault("function=nrt_async_sendrecv_init status=1")
+    with pool.place.environment(), pytest.raises(ConfigError, match="of the same release"):
+        cores.open_cores(pool.device)
 
 
 def test_a_core_that_does_not_open_leaves_none_open(pool):

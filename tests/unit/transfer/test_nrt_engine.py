@@ -4,6 +4,7 @@ import ctypes
 from dataclasses import replace
 
 import pytest
+from contract.nrt_end import PAD
 from nrt_kit import (
     DECODE,
     LAYOUT,
@@ -18,6 +19,7 @@ from nrt_kit import (
 from neuron_di.errors import LocalProtocolError, PeerGone, RemoteProtocolError
 from neuron_di.kv import KvIdentity
 from neuron_di.transfer import Send
+from neuron_di.transfer.nrt_plan import DevicePlan
 from neuron_di.types import RequestId, WorkerId
 
 DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 4), (4, 1)]
@@ -52,15 +54,18 @@ def test_used_tokens_come_between_any_two_degrees(prefill_ranks, decode_ranks, k
         prefill={"num_ranks": prefill_ranks, **fields}, decode={"num_ranks": decode_ranks, **fields}
     ) as two:
         before = num_bytes_sent(two.prefill)  # the proof's
+        num_bytes = 0
         for number, num_tokens in enumerate((1, 7, 16)):
             outcome = two.move([number + 1], [number], num_tokens)
             assert outcome.error() is None
             came, sent = two.decode.blocks[number], two.prefill.blocks[number + 1]
             assert (used(came, num_tokens) == used(sent, num_tokens)).all()
             assert (came != sent).any() == (num_tokens < 16)
-            token_bytes = LAYOUT.block_bytes // LAYOUT.block_size
-            assert outcome.token.kv_bytes == num_tokens * token_bytes
-        assert num_bytes_sent(two.prefill) - before == (1 + 7 + 16) * token_bytes
+            num_key_tokens = LAYOUT.block_size + PAD if keys == "HDS" else num_tokens
+            half_bytes = LAYOUT.block_bytes // LAYOUT.block_size // 2  # a token's keys, or values
+            assert outcome.token.kv_bytes == (num_key_tokens + num_tokens) * half_bytes
+            num_bytes += outcome.token.kv_bytes
+        assert num_bytes_sent(two.prefill) - before == num_bytes
         assert (two.decode.blocks[3:] == UNTOUCHED).all()
 
 
@@ -196,6 +201,19 @@ def test_a_send_that_cannot_be_is_refused_and_others_go_on():
         ):
             assert isinstance(ended(two.send(receive, **changed)), RemoteProtocolError), changed
         assert isinstance(ended(two.send(receive, tag=-1)), LocalProtocolError)
+        assert two.move([1], [1]).error() is None
+
+
+def test_a_bug_ends_the_transfer_that_finds_it(monkeypatch):
+    def fail(*_):
+        raise ValueError("a bug")
+
+    with two_ends() as two:
+        monkeypatch.setattr(DevicePlan, "moves", fail)
+        receive = two.receive([1], [1])
+        assert isinstance(two.post(receive).error(), LocalProtocolError)
+        assert isinstance(ended(two.send(receive)), LocalProtocolError)
+        monkeypatch.undo()
         assert two.move([1], [1]).error() is None
 
 

@@ -3,6 +3,7 @@
 import socket
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,10 +26,10 @@ from neuron_di.errors import (
     PeerTimeout,
     RemoteProtocolError,
 )
-from neuron_di.transfer.nrt_frames import ACCEPT, OFFER, READY, REFUSE, SETUP, Frame, read_frame
-from neuron_di.transfer.nrt_link import ControlLink, dial_link
+from neuron_di.transfer.nrt_channel import Channel
+from neuron_di.transfer.nrt_frames import ACCEPT, OFFER, READY, REFUSE, Frame
+from neuron_di.transfer.nrt_link import dial_link
 from neuron_di.transfer.tcp_proof import Hello
-from neuron_di.transfer.tcp_stream import Stream
 from neuron_di.types import Incarnation
 from neuron_di.wire import NrtRegion, TcpRegion
 
@@ -73,8 +74,20 @@ def test_only_a_device_with_a_control_port_is_linked(two):
 
 
 def test_an_address_that_nobody_may_connect_to_is_not_dialled():
-    with two_ends(is_linked=False, engine={"why_refused": lambda host, port: f"{host}"}) as two:
-        check_refused(two, accept(two), match="nobody connects: 127.0.0.1")
+    """By the runtime neither."""
+    ports = []
+
+    def why_refused(host, port):
+        ports.append(port)
+        return "" if host == "127.0.0.1" else host
+
+    with two_ends(is_linked=False, engine={"why_refused": why_refused}) as two:
+        away = {"host": "169.254.169.254"}
+        check_refused(two, changed(accept(two), **away), match="nobody connects: 169")
+        region = changed(two.decode.engine.local_region(PREFILL), **away)
+        with pytest.raises(PeerRefused, match="nobody connects: 169"):
+            two.prefill.engine.accept(OTHER, region, LAYOUT)
+        assert set(ports) == {two.prefill.engine.local_region(DECODE).port}
 
 
 def test_slots_of_another_length_or_model_are_not_linked(two):
@@ -101,7 +114,7 @@ BAD_REGIONS = {
     "a head that nobody holds": {"heads": [[0], [2]]},
     "no heads": {"heads": [[-1], [-1]]},
     "other heads than the model's": {"heads": [[0], [0]]},
-    "more heads than there are": {"heads": [[0, 1] * 128] * 2 * 16, "lncs": list(range(32))},
+    "more heads than there are": {"heads": [[0, 1] * 128] * 128, "lncs": list(range(128))},
     "short slots": {"block_size": LAYOUT.block_size - 1},
     "too large": {"block_size": 1 << 24, "num_blocks": 1 << 24},
 }
@@ -206,6 +219,49 @@ def test_connections_that_the_peer_never_met_are_met_at_the_next_attempt(two):
     two.decode.engine.connect(PREFILL, region, LAYOUT)
     check_moves(two)
     assert two.decode.num_calls("accept") == before + 2
+
+
+@pytest.mark.parametrize("peer", [DECODE, OTHER])
+def test_connections_that_were_never_begun_are_not_counted(peer):
+    few = {"settings": {"NRT_SIM_COMMUNICATORS_MAX": "1"}}
+    with two_ends(is_linked=False, prefill=few) as two:
+        region = accept(two)
+        two.prefill.place.fault("function=nrt_async_sendrecv_connect status=1")
+        check_refused(two, region, PeerGone)
+        if peer == DECODE:
+            two.decode.engine.connect(PREFILL, region, LAYOUT)
+            check_moves(two)
+            return
+        pairs = [(0, two.decode.pool.device.lncs[0]), (1, two.decode.pool.device.lncs[1])]
+        connections = two.prefill.engine._connections
+        assert len(connections.take(OTHER, "send", "127.0.0.1", 1, pairs).places) == 2
+        two.decode.pool.is_stuck = True  # its accepts are not met
+
+
+def test_a_peer_that_never_uses_its_connections_again_gets_only_so_many(two):
+    two.link()
+    connections, pairs = two.prefill.engine._connections, [(0, 60)]
+    for epoch in range(1, 10):
+        made = connections.take(OTHER, "send", "127.0.0.1", epoch, pairs)
+        made.places[0].channel = Channel(SimpleNamespace(was_connected=True), 1)
+    with pytest.raises(PeerRefused, match="given up too many"):
+        connections.take(OTHER, "send", "127.0.0.1", 10, pairs)
+    check_moves(two)
+
+
+def test_connections_are_used_again_for_the_same_cores_only(two):
+    two.link()
+    connections = two.prefill.engine._connections
+    known = connections._sets[DECODE, "send"]
+    pairs = [(place.rank, place.peer_lnc) for place in known.places]
+    assert connections.epoch_of(DECODE, "send", "127.0.0.1", pairs) == known.epoch
+    assert connections.take(DECODE, "send", "127.0.0.1", known.epoch, pairs) is known
+    for host, others in (("127.0.0.2", pairs), ("127.0.0.1", pairs[:1]), ("127.0.0.1", pairs * 2)):
+        assert connections.epoch_of(DECODE, "send", host, others) == 0
+        assert connections.agree(DECODE, "send", host, others, known.epoch) != known.epoch
+    other = connections.take(DECODE, "send", "127.0.0.1", known.epoch, pairs[:1])
+    assert other is not known
+    assert len(other.places) == 1
 
 
 def test_a_runtime_that_is_late_to_say_that_it_is_connected_is_asked_again(two):
@@ -319,43 +375,6 @@ def test_a_stranger_at_the_control_port_is_told_nothing(two):
             assert sock.recv(1) == b""
     two.decode.engine.connect(PREFILL, region, LAYOUT)
     check_moves(two)
-
-
-def tcp_pair():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        return ours, server.accept()[0]
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [bytes(40), b"NDN1" + bytes(36), Frame(SETUP).pack()[:-1] + b"", b"XXXX" + bytes(36)],
-)
-def test_what_is_no_frame_ends_the_link(raw):
-    ours, theirs = tcp_pair()
-    with closing(theirs), closing(ControlLink(Stream(ours, 1.0))) as link:
-        theirs.sendall(raw)
-        theirs.close()
-        with pytest.raises(PeerError):
-            link.read(Deadline.after(10.0))
-
-
-def test_a_frame_is_read_as_it_was_packed():
-    frame = Frame(OFFER, 3, 2**64 - 1, 5, 2**63)
-    assert read_frame(frame.pack()) == frame
-
-
-def test_a_link_that_says_nothing_is_read_until_the_deadline():
-    ours, theirs = tcp_pair()
-    with closing(theirs), closing(ControlLink(Stream(ours, 1.0))) as link:
-        with pytest.raises(PeerTimeout):
-            link.read(Deadline.after(0.05))
-        theirs.sendall(Frame(READY).pack())
-        assert link.read(Deadline.after(10.0)) == Frame(READY)
-        link.shut()
-        link.send(Frame(READY))  # to nobody: it does not fail
-        with pytest.raises(PeerGone):
-            link.read(Deadline.after(10.0))
 
 
 def test_the_secret_of_a_region_is_not_shown(two):

@@ -9,14 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_di.errors import ConfigError, PeerRefused, RemoteProtocolError
-from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvMap
+from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvMap, planner
 from neuron_di.transfer.nrt_plan import DevicePlan, device_geometry, region_of
 from neuron_di.wire import NrtRegion, Offer
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, head_dim=8, block_size=16, dtype="bfloat16")
 NUM_BLOCKS = 5
 ITEM = 2
+HALF_BYTES = LAYOUT.block_bytes // LAYOUT.block_size // 2  # of a token: its keys, or its values
 RANKS = (1, 2, 3, 4, 8)
+# As large as models are: 80 layers, slots of 8,192 tokens.
+LARGE = KvLayout(num_layers=80, num_kv_heads=8, head_dim=128, block_size=8192, dtype="bfloat16")
+LARGE_BYTES = LARGE.block_bytes // LARGE.block_size // 2  # of a token: its keys, or its values
 
 
 class Sized:
@@ -106,15 +110,17 @@ def read(geometry, tensors, blocks, num_tokens, replica):
 @given(
     ranks=st.tuples(st.sampled_from(RANKS), st.sampled_from(RANKS)),
     keys=st.sampled_from(["HSD", "HDS"]),
+    pads=st.tuples(st.sampled_from([0, 8]), st.sampled_from([0, 8])),
     sources=st.permutations(range(NUM_BLOCKS)),
     destinations=st.permutations(range(NUM_BLOCKS)),
     num_tokens=st.integers(1, 3 * LAYOUT.block_size),
 )
 def test_both_ends_reckon_the_same_messages_and_they_are_right(
-    ranks, keys, sources, destinations, num_tokens
+    ranks, keys, pads, sources, destinations, num_tokens
 ):
-    regions = [region(device(count, keys=keys)) for count in ranks]
-    own = [geometry(count, keys=keys) for count in ranks]
+    ends = list(zip(ranks, pads, strict=True))
+    regions = [region(device(count, keys=keys, pad=pad)) for count, pad in ends]
+    own = [geometry(count, keys=keys, pad=pad) for count, pad in ends]
     plans = [
         DevicePlan(own[0], device_geometry(regions[1], LAYOUT)),
         DevicePlan(device_geometry(regions[0], LAYOUT), own[1]),
@@ -124,8 +130,14 @@ def test_both_ends_reckon_the_same_messages_and_they_are_right(
     ids = sources[:count], destinations[:count]
     sent, received = (plan.moves(*ids, num_tokens) for plan in plans)
     assert sent.digest() == received.digest()
-    assert sent.num_bytes == num_tokens * LAYOUT.block_bytes // LAYOUT.block_size
-    from_, to = slots_of(own[0], 1), slots_of(own[1], 2)
+    is_by_head = keys == "HDS" and pads[0] == pads[1]
+    num_key_tokens = count * (LAYOUT.block_size + pads[0]) if is_by_head else num_tokens
+    assert sent.num_bytes == (num_key_tokens + num_tokens) * HALF_BYTES
+    from_, to = (
+        slots_of(device(count, keys=keys, pad=pad).geometry, seed)
+        for seed, (count, pad) in enumerate(ends)
+    )
+    before = [tensor.copy() for tensor in to]
     for pair, (source_rank, destination_rank) in enumerate(plans[0].pairs):
         ours, theirs = sent.of_pair(pair), received.of_pair(pair)
         assert (sent.lengths[ours] == received.lengths[theirs]).all()
@@ -144,6 +156,10 @@ def test_both_ends_reckon_the_same_messages_and_they_are_right(
     came = read(own[1], to, ids[1], num_tokens, lambda layer, n: layer % n)
     if ranks[0] <= 4:  # each head once: there is one replica to send
         assert (came == expected).all()
+    slot_bytes = own[1].strides[0].block
+    for slot in set(range(NUM_BLOCKS)) - set(ids[1]):
+        part = slice(slot * slot_bytes, (slot + 1) * slot_bytes)
+        assert all((a[part] == b[part]).all() for a, b in zip(to, before, strict=True))
     others = {own[1].rank_of_tensor()[n] for n in range(len(to))}
     assert others == set(range(ranks[1]))
 
@@ -231,9 +247,80 @@ def test_a_device_larger_than_any_is_refused():
         ({"heads": [[-1, -1], [-1, -1]]}, "cannot be"),
         ({"heads": [[0, 1], [2, -1]]}, "other KV heads"),
         ({"block_size": 15}, "shorter"),
-        ({"lncs": list(range(17)), "heads": [[0, 1, 2, 3] * 64] * 17}, "more KV heads"),
+        ({"lncs": list(range(256)), "heads": [[0, 1, 2, 3] * 64] * 256}, "more KV heads"),
     ],
 )
 def test_a_device_that_no_worker_has_is_refused(fields, words):
     with pytest.raises(RemoteProtocolError, match=words):
         device_geometry(region(device(2), **fields), LAYOUT)
+
+
+def large_region(heads, layout=LARGE, keys="HDS", pad=128):
+    return NrtRegion(
+        host="10.0.0.1",
+        port=5,
+        secret=bytes(32),
+        is_tls=False,
+        lncs=list(range(len(heads))),
+        heads=heads,
+        keys=keys,
+        values="HSD",
+        block_size=layout.block_size + pad,
+        num_blocks=4,
+    )
+
+
+def large_geometry(num_ranks, layout=LARGE, **fields):
+    heads = KvMap.of_tensor_parallel(num_ranks, layout.num_kv_heads, 128).heads
+    return device_geometry(large_region([list(row) for row in heads], layout, **fields), layout)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 1000, 8192])
+def test_transposed_keys_of_a_head_are_one_message_where_slots_are_alike(num_tokens):
+    mine = large_geometry(32, keys="HDS")
+    moves = DevicePlan(mine, large_geometry(32, keys="HDS")).moves([0], [1], num_tokens)
+    assert len(moves.lengths) == 2 * 80 * 8
+    assert moves.num_bytes == (8192 + 128 + num_tokens) * LARGE_BYTES
+    other = DevicePlan(mine, large_geometry(32, keys="HDS", pad=0)).moves([0], [1], num_tokens)
+    assert len(other.lengths) == (128 + 1) * 80 * 8
+    assert other.num_bytes == 2 * num_tokens * LARGE_BYTES
+
+
+def test_two_devices_that_would_need_messages_without_end_do_not_pair():
+    layout = replace(LARGE, num_kv_heads=128)
+    mine = large_geometry(64, layout)
+    with pytest.raises(PeerRefused, match="messages"):
+        DevicePlan(mine, large_geometry(64, layout, pad=0))
+    with pytest.raises(PeerRefused, match="messages"):
+        DevicePlan(large_geometry(4, keys="SHD"), large_geometry(2, keys="HSD"))
+    same = large_geometry(4, keys="SHD")
+    assert len(DevicePlan(same, same).moves([0], [1], 8192).lengths) == (4 + 8) * 80
+
+
+@pytest.mark.parametrize("keys", ["HSD", "HDS"])
+@pytest.mark.parametrize("num_kv_heads", [8, 128])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 16, 32, 64])
+def test_devices_as_large_as_there_are_pair(num_ranks, num_kv_heads, keys):
+    layout = replace(LARGE, num_kv_heads=num_kv_heads)
+    ends = [large_geometry(count, layout, keys=keys) for count in (num_ranks, 64)]
+    for plan in (DevicePlan(*ends), DevicePlan(*reversed(ends))):
+        assert len(plan.moves([0], [1], 8192).lengths) <= 2 * 80 * num_kv_heads
+
+
+def test_what_a_region_costs_is_bounded(monkeypatch):
+    """By what this worker's own slot is, however many replicas the peer has; nobody fills them."""
+    made = []
+    real = planner.sheets_of
+    monkeypatch.setattr(
+        planner,
+        "sheets_of",
+        lambda *ends, **fields: made.append(len(ends[2].layer)) or real(*ends, **fields),
+    )
+    most = (1 << 16) // 80
+    heads = [[(rank + i) % 8 for i in range(3)] for rank in range(256)]
+    mine = large_geometry(32)
+    DevicePlan(mine, device_geometry(large_region(heads, pad=0), LARGE)).moves([0], [1], 1000)
+    assert made == [80 * 8]
+    heads = [[rank % 8] * 16 for rank in range(most // 16 + 1)]
+    with pytest.raises(RemoteProtocolError, match="more KV heads"):
+        device_geometry(large_region(heads), LARGE)

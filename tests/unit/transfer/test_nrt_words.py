@@ -21,7 +21,6 @@ from neuron_di.transfer.nrt_channel import Movement
 from neuron_di.transfer.nrt_exchange import NrtTimes
 from neuron_di.transfer.nrt_frames import (
     ACCEPT,
-    BROKEN,
     CONNECTED,
     CROWDED,
     GIVEN_UP,
@@ -81,20 +80,15 @@ class Exchange:
         self.listener = listener
 
     def begin(self, moves, on_over):
-        movement = Movement(1, frozenset(), on_over)
-        if not self.takes:
+        movement = Movement(1, frozenset(), on_over, lambda _: None)
+        if self.takes:
+            self.begun.append(movement)
+        else:
             movement.fail(PeerGone("the device did not take it"))
             on_over(movement)
-            return movement
-        movement.num_posted = 1
-        self.begun.append(movement)
-        return movement
 
-    def end(self, error=None, number=0):
-        movement = self.begun[number]
-        if error is not None:
-            movement.fail(error)
-        movement.on_over(movement)
+    def end(self, number=0):
+        self.begun[number].on_over(self.begun[number])
 
     def break_off(self, error):
         self.broken_by = self.error = error
@@ -177,10 +171,10 @@ def test_other_bytes_than_are_expected_are_refused(decode):
     assert decode.exchange.begun == []
 
 
-def test_what_the_device_does_not_take_is_refused():
+def test_what_the_device_does_not_take_is_over():
     decode = Scene(takes=False)
     token = decode.post(1)
-    assert decode.hear(offer(7, 1)) == [Frame(REFUSE, 7, BROKEN)]
+    decode.hear(offer(7, 1))
     assert isinstance(token.error(), PeerGone)
     assert decode.arrived == []
 
@@ -195,11 +189,12 @@ def test_what_was_given_up_is_refused_once(decode):
 
 def test_a_withdrawn_offer_is_answered_and_forgotten(decode):
     decode.hear(offer(7, 1))
-    assert decode.hear(Frame(WITHDRAW, 7)) == [Frame(REFUSE, 7, WITHDRAWN)]
-    assert decode.hear(Frame(WITHDRAW, 7)) == []
+    assert decode.hear(Frame(WITHDRAW, 6, 1)) == []
+    assert decode.hear(Frame(WITHDRAW, 7, 1)) == [Frame(REFUSE, 7, WITHDRAWN)]
+    assert decode.hear(Frame(WITHDRAW, 7, 1)) == []
     assert not decode.post(1).is_done()
     assert decode.hear(offer(8, 1)) == [Frame(ACCEPT, 8)]
-    assert decode.hear(Frame(WITHDRAW, 8)) == []  # too late: the ACCEPT is the answer
+    assert decode.hear(Frame(WITHDRAW, 8, 1)) == []  # too late: the ACCEPT is the answer
 
 
 def test_a_transfer_that_is_offered_twice_is_no_transfer(decode):
@@ -211,6 +206,21 @@ def test_a_transfer_that_is_offered_twice_is_no_transfer(decode):
         decode.hear(offer(9, 1))
 
 
+@pytest.mark.parametrize("number", [6, 7])
+def test_numbers_of_offers_only_rise(decode, number):
+    decode.hear(offer(7, 1))
+    with pytest.raises(RemoteProtocolError, match="order"):
+        decode.hear(offer(number, 2))
+    decode.post(1)
+    assert decode.exchange.said() == [Frame(ACCEPT, 7)]
+
+
+def test_what_was_never_offered_cannot_be_withdrawn(decode):
+    decode.hear(offer(7, 1))
+    with pytest.raises(RemoteProtocolError, match="withdrew"):
+        decode.hear(Frame(WITHDRAW, 8, 1))
+
+
 @pytest.mark.parametrize("kind", [SETUP, CONNECTED, READY, ACCEPT, REFUSE])
 def test_a_prefill_worker_may_only_offer_and_withdraw(decode, kind):
     with pytest.raises(RemoteProtocolError):
@@ -218,7 +228,7 @@ def test_a_prefill_worker_may_only_offer_and_withdraw(decode, kind):
 
 
 def test_offers_and_receives_are_bounded(decode):
-    for number in range(RECEIVES_MAX):
+    for number in range(1, RECEIVES_MAX + 1):
         assert decode.hear(offer(number, number)) == []
     assert decode.hear(offer(5000, 5000)) == [Frame(REFUSE, 5000, CROWDED)]
     for tag in range(10_000, 10_000 + RECEIVES_MAX):
@@ -346,7 +356,7 @@ def test_a_link_that_ends_in_good_order_waits_for_answers(prefill):
     prefill.exchange.said()
     error = prefill.exchange.error = PeerGone("disconnected")
     prefill.sender.ended(error, is_broken=False)
-    assert prefill.exchange.said() == [Frame(WITHDRAW, 1)]
+    assert prefill.exchange.said() == [Frame(WITHDRAW, 1, 1)]
     assert prefill.sender.has_open
     assert not offered.is_done()
     prefill.sender.heard(Frame(REFUSE, 1, WITHDRAWN))
@@ -365,7 +375,7 @@ def test_a_send_is_withdrawn_when_its_time_is_over_and_its_link_when_nobody_answ
     assert prefill.exchange.said() == []
     clock.now_s += 0.2
     assert prefill.sender.tick() is not None
-    assert prefill.exchange.said() == [Frame(WITHDRAW, 1)]
+    assert prefill.exchange.said() == [Frame(WITHDRAW, 1, 5)]
     assert prefill.sender.tick().remaining_s() == pytest.approx(2.0)
     clock.now_s += 1.9
     prefill.sender.tick()
@@ -386,6 +396,5 @@ def test_what_is_accepted_has_no_such_deadline(clock):
     assert prefill.exchange.broken_by is None
 
 
-def test_frames_of_a_transfer_say_what_it_is():
-    assert offer(1, 2) == Frame(OFFER, 1, 2, 64, MOVES.digest())
+def test_a_transfer_of_other_lengths_has_another_digest():
     assert replace(MOVES, lengths=np.array([65], np.int64)).digest() != MOVES.digest()
