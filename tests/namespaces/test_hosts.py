@@ -378,6 +378,8 @@ async def asking(client: Client, wanted: str) -> AsyncIterator[Asking]:
 
 async def _receives(cluster: Cluster, worker_id: str) -> bool | None:
     status = (await cluster.worker(worker_id))["status"]
+    if status is None:  # nobody has heard of it for a moment
+        return None
     return True if status["num_blocks_receiving"] and status["num_transferring"] else None
 
 
