@@ -74,6 +74,8 @@ class StateTensor:
 
     def __init__(self, tensor: Any, turns: Turns) -> None:
         self.nrt: NrtTensor | None = getattr(tensor, "nrt_tensor", None)
+        self.torch_tensor: object = tensor
+        self.address: int | None = _address_of(tensor)
         self._tensor = tensor
         self._turns = turns
         self._item = tensor.dtype.itemsize
@@ -218,6 +220,14 @@ def check_copies(device: DeviceKv) -> None:
         if found != pattern:
             raise ConfigError(f"KV tensor {number} does not give back what was written to it")
         tensor.write(offset, memoryview(bytes(size)))
+
+
+def _address_of(tensor: Any) -> int | None:
+    """Of its first byte on the device. None where the packages do not say: nobody documents it."""
+    try:
+        return int(tensor.data_ptr()) or None
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 def _span(runs: Sequence[tuple[int, memoryview]]) -> tuple[int, int]:

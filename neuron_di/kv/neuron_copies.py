@@ -33,8 +33,9 @@ class DeviceTensor(Protocol):
     """One tensor of a device's KV, whoever allocated it. Thread-safe. Not owned by who uses it.
 
     `num_bytes` is its size, `core` the core that it lies on, counted as this process's. `nrt` is
-    the runtime's handle of the same bytes, None where nobody gives one: then nothing is sent from
-    it or received into it, and its bytes move by `read` and `write`.
+    the runtime's handle of the same bytes, `torch_tensor` torch-neuronx's tensor of them, `address`
+    their device address; None where nobody gives one. Without any of them its bytes move by `read`
+    and `write` only.
     """
 
     @property
@@ -45,6 +46,12 @@ class DeviceTensor(Protocol):
 
     @property
     def nrt(self) -> "NrtTensor | None": ...
+
+    @property
+    def torch_tensor(self) -> object | None: ...
+
+    @property
+    def address(self) -> int | None: ...
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on. Blocks until they are there."""
@@ -85,6 +92,14 @@ class HandleTensor:
     @property
     def core(self) -> int:
         return self.nrt.core
+
+    @property
+    def torch_tensor(self) -> None:
+        """There is none."""
+
+    @property
+    def address(self) -> int:
+        return self.nrt.address
 
     def read(self, offset: int, into: memoryview) -> None:
         self.nrt.read(offset, into)

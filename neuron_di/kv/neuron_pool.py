@@ -15,7 +15,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, WorkerFailed
@@ -118,12 +118,10 @@ class NeuronPool(KvPool):
         first_place: int = 0,
     ) -> list[int]:
         """As KvPool's, of what is on the device where a block is. Afterwards the mirror has it."""
-        size = self.layout.block_size
         if len(block_ids) != self.layout.num_blocks_for(num_tokens):
             raise LocalProtocolError(f"{len(block_ids)} blocks for {num_tokens} tokens")
         found: list[int] = []
-        for place, block_id in enumerate(map(BlockId, block_ids)):
-            num_used = min(size, num_tokens - place * size)
+        for place, (block_id, num_used) in enumerate(self._used(block_ids, num_tokens)):
             # A request that was cancelled may still be digested when another has its block.
             with self._copying(block_id):
                 if self.is_on_device(block_id):
@@ -138,6 +136,11 @@ class NeuronPool(KvPool):
             self._on_device.difference_update(block_ids)
             for block_id in block_ids:
                 self._num_in_mirror.pop(block_id, None)
+
+    def end_fill(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
+        for block_id, num_used in self._used(block_ids, num_tokens):
+            if not self.is_on_device(block_id):
+                self.to_device(block_id, num_used)
 
     def retire(self, block_ids: Sequence[BlockId]) -> bool:
         self.begin_fill(block_ids)
@@ -167,6 +170,12 @@ class NeuronPool(KvPool):
     def lost(self) -> BackendLost | None:
         """Why the device cannot be used any more."""
         return self._lost
+
+    def _used(self, block_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[BlockId, int]]:
+        """Each block, and how many of a request's tokens it holds."""
+        size = self.layout.block_size
+        for place, block_id in enumerate(block_ids):
+            yield BlockId(int(block_id)), min(size, num_tokens - place * size)
 
     def _copying(self, block_id: BlockId) -> threading.Lock:
         """Held while a block of the mirror, or its slot, is copied or digested: one at a time."""

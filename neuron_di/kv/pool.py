@@ -163,6 +163,10 @@ class KvPool:
     def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
         """A transfer into these blocks begins: what they hold now is nobody's."""
 
+    def end_fill(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
+        """They hold what was promised, so many tokens. On the transfer's thread, so that no step
+        waits for what is left to do. May block. WorkerFailed where it cannot be done."""
+
     def retire(self, block_ids: Sequence[BlockId]) -> bool:
         """Mark a request's blocks as given up, named in the order in which they were promised.
 

@@ -154,7 +154,7 @@ class KvReceiver:
         if not is_right:
             changed = self.lane.abandon(receive)
             return changed or KvCorrupt("the received KV is not what was promised")
-        error = self.lane.commit(receive)
+        error = self.lane.commit(receive) or self._end_fill(entry, ready)
         if error is None and copied.adopted_ids is not None:
             arrived.adopted_ids, arrived.form = copied.adopted_ids, "handed_over"
         arrived.engine, arrived.engine_reason = self.lane.name, self.lane.verdicts
@@ -174,6 +174,8 @@ class KvReceiver:
             self._place(entry, ready, room)
         except Exception as bug:
             return LocalProtocolError(f"KV could not be placed: {type(bug).__name__}")
+        if (error := self._end_fill(entry, ready)) is not None:
+            return error
         arrived.engine, arrived.engine_reason = self.lane.name, self.lane.verdicts
         arrived.form = "streamed"
         arrived.verify_s = now_s() - start_s
@@ -188,6 +190,13 @@ class KvReceiver:
                 self._num_moved(ready, entry.num_held),
                 first_token=entry.num_held * self.layout.block_size,
             )
+
+    def _end_fill(self, entry: Entry, ready: Ready) -> NeuronDiError | None:
+        try:
+            self._pool.end_fill(entry.block_ids, ready.num_tokens)
+        except NeuronDiError as error:
+            return error
+        return None
 
     def _is_right(self, entry: Entry, ready: Ready, copied: TransferToken) -> bool:
         identity = KvIdentity(

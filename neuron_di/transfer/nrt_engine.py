@@ -68,10 +68,6 @@ class _Connected:
     num_blocks: int
 
 
-def _any_address(host: str, port: int) -> str:  # noqa: ARG001
-    return ""
-
-
 class NrtEngine:
     """Owns send and receive of the device's cores, threads, and, once a decode worker was accepted,
     a port. Borrows the pool and its tensors, which may be freed after close().
@@ -90,7 +86,7 @@ class NrtEngine:
         *,
         host: str = "127.0.0.1",
         announced_host: str | None = None,
-        why_refused: Callable[[str, int], str] = _any_address,
+        why_refused: Callable[[str, int], str] = lambda _host, _port: "",
         times: NrtTimes | None = None,
     ) -> None:
         self._pool = neuron_pool(pool)
@@ -224,8 +220,6 @@ class NrtEngine:
                 self._pool.fill_replicas(block_id, num_tokens)
         except NeuronDiError as error:
             return error
-        except (NrtError, NrtMisuse) as error:
-            return LocalProtocolError(f"replicas of KV heads could not be filled: {error}")
         return None
 
     def abandon(self, peer: Incarnation, receive: Receive) -> NeuronDiError | None:  # noqa: ARG002

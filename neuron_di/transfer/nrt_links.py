@@ -31,9 +31,9 @@ from neuron_di.transfer.nrt_link import ControlLink, dial_link, why_not
 from neuron_di.transfer.nrt_poster import Poster
 from neuron_di.transfer.nrt_receiver import NrtReceiver
 from neuron_di.transfer.nrt_sender import NrtSender
-from neuron_di.transfer.tcp_listener import Arrival, TcpListener
-from neuron_di.transfer.tcp_proof import Hello, answer, pair_secret
-from neuron_di.transfer.tcp_stream import stream_of, tune
+from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove
+from neuron_di.transfer.tcp_proof import Hello, pair_secret
+from neuron_di.transfer.tcp_stream import stream_of
 from neuron_di.transfer.tcp_tls import Tls
 from neuron_di.types import Incarnation
 from neuron_di.wire import NrtRegion
@@ -187,20 +187,13 @@ class NrtLinks:
         """Prefill side: one connection at the port, on its own thread."""
         deadline = Deadline.after(self._times.proof_s)
         try:
-            tune(arrival.sock, self._times.silence_s)
-            if self._tls is not None:
-                arrival.sock.settimeout(self._times.proof_s)
-                secured = self._tls.server.wrap_socket(
-                    arrival.sock, server_side=True, do_handshake_on_connect=False
-                )
-                arrival.replace(secured)
-                secured.do_handshake()
-            hello, welcome = answer(
-                arrival.sock,
+            hello, welcome = prove(
+                arrival,
                 self._pool.incarnation,
-                partial(self._secrets_of, arrival),
+                self._secrets_of,
                 self._pool.memory().num_bytes,
                 tls=self._tls,
+                silence_s=self._times.silence_s,
                 deadline=deadline,
             )
             guest = self._guest_of(hello.decode)
@@ -240,11 +233,10 @@ class NrtLinks:
         self._poster.call(serve)
         return exchange
 
-    def _secrets_of(self, arrival: Arrival, peer: Incarnation) -> tuple[bytes, bytes] | None:
+    def _secrets_of(self, peer: Incarnation) -> tuple[bytes, bytes] | None:
         guest = self._guest_of(peer)
         if guest is None:
             return None
-        arrival.is_named = True
         return pair_secret(self._secret, peer), guest.region.secret
 
     def _handshake(

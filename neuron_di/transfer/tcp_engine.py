@@ -15,7 +15,6 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from neuron_di.clock import Deadline
 from neuron_di.config import TransferOptions
@@ -24,8 +23,8 @@ from neuron_di.kv import KvLayout, KvPool, Memory
 from neuron_di.obs import LimitedLogger
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.tcp_claims import ClaimWatch
-from neuron_di.transfer.tcp_listener import Arrival, TcpListener
-from neuron_di.transfer.tcp_proof import Hello, answer, dial, pair_secret
+from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove
+from neuron_di.transfer.tcp_proof import Hello, dial, pair_secret
 from neuron_di.transfer.tcp_receiver import MOVING_S_MAX, TcpReceiver
 from neuron_di.transfer.tcp_sender import TcpSender
 from neuron_di.transfer.tcp_stream import Stream, stream_of, tune
@@ -292,20 +291,13 @@ class TcpEngine:
         """One connection at the data port, on its own thread."""
         deadline = Deadline.after(self._times.proof_s)
         try:
-            tune(arrival.sock, self._times.silence_s)
-            if self._tls is not None:
-                arrival.sock.settimeout(self._times.proof_s)
-                secured = self._tls.server.wrap_socket(
-                    arrival.sock, server_side=True, do_handshake_on_connect=False
-                )
-                arrival.replace(secured)
-                secured.do_handshake()
-            hello, welcome = answer(
-                arrival.sock,
+            hello, welcome = prove(
+                arrival,
                 self._incarnation,
-                partial(self._secrets_of, arrival),
+                self._secrets_of,
                 self._memory.num_bytes,
                 tls=self._tls,
+                silence_s=self._times.silence_s,
                 deadline=deadline,
             )
             accepted = self._accepted.get(hello.decode)
@@ -319,11 +311,10 @@ class TcpEngine:
         stream = stream_of(arrival.sock, self._times.silence_s)
         accepted.sender.serve(stream, hello.attempt, hello.num_streams, welcome)
 
-    def _secrets_of(self, arrival: Arrival, peer: Incarnation) -> tuple[bytes, bytes] | None:
+    def _secrets_of(self, peer: Incarnation) -> tuple[bytes, bytes] | None:
         accepted = self._accepted.get(peer)
         if accepted is None:
             return None
-        arrival.is_named = True
         return pair_secret(self._secret, peer), accepted.secret
 
 

@@ -16,7 +16,10 @@ from collections.abc import Callable
 from neuron_di.clock import Deadline, sleep_s
 from neuron_di.errors import ConfigError, PeerGone
 from neuron_di.obs import get_logger
-from neuron_di.transfer.tcp_stream import shut_socket
+from neuron_di.transfer.tcp_proof import Hello, answer
+from neuron_di.transfer.tcp_stream import shut_socket, tune
+from neuron_di.transfer.tcp_tls import Tls
+from neuron_di.types import Incarnation
 
 _log = get_logger(__name__)
 
@@ -28,7 +31,7 @@ _NO_DESCRIPTOR_PAUSE_S = 0.1
 class Arrival:
     """An accepted connection. `source` is where it comes from, `is_shut` that it was ended.
 
-    Whoever serves it sets `is_named` once it has named a worker that is expected.
+    `is_named`: it has named a worker that is expected.
     """
 
     def __init__(
@@ -53,6 +56,37 @@ class Arrival:
     def shut(self) -> None:
         self.is_shut = True
         shut_socket(self.sock)
+
+
+def prove(
+    arrival: Arrival,
+    own: Incarnation,
+    secrets_of: Callable[[Incarnation], tuple[bytes, bytes] | None],
+    pool_bytes: int,
+    *,
+    tls: Tls | None,
+    silence_s: float,
+    deadline: Deadline,
+) -> tuple[Hello, bytes]:
+    """TLS, where there is one, then the proof: as `answer` in tcp_proof.py.
+
+    OSError where the connection ends, NeuronDiError where it is not proved in time.
+    """
+
+    def named(peer: Incarnation) -> tuple[bytes, bytes] | None:
+        found = secrets_of(peer)
+        arrival.is_named = found is not None
+        return found
+
+    tune(arrival.sock, silence_s)
+    if tls is not None:
+        arrival.sock.settimeout(max(deadline.remaining_s(), 1e-3))
+        secured = tls.server.wrap_socket(
+            arrival.sock, server_side=True, do_handshake_on_connect=False
+        )
+        arrival.replace(secured)
+        secured.do_handshake()
+    return answer(arrival.sock, own, named, pool_bytes, tls=tls, deadline=deadline)
 
 
 class TcpListener:

@@ -93,3 +93,13 @@ def test_whatever_reads_a_slot_says_how_it_failed(pool, monkeypatch, raised, exp
         pool.to_host(SLOT, 3)
     assert type(failure.value) is expected
     assert (pool.lost is not None) == is_lost == bool(seen)
+
+
+def test_what_came_by_the_mirror_is_on_the_device_when_the_fill_ends(pool, monkeypatch):
+    written = []
+    monkeypatch.setattr(pool._copies, "to_device", lambda *copied: written.append(copied[:2]))
+    pool.begin_fill([SLOT])
+    pool.end_fill([SLOT], 9)
+    pool.end_fill([SLOT], 9)  # it is there
+    assert written == [(SLOT, 9)]
+    assert pool.is_on_device(SLOT)
