@@ -23,6 +23,8 @@ from neuron_di.config import (
 )
 from neuron_di.conformance_command import SUMMARY as CONFORMANCE_SUMMARY
 from neuron_di.conformance_command import add_conformance_flags, run_conformance_command
+from neuron_di.doctor import SUMMARY as DOCTOR_SUMMARY
+from neuron_di.doctor import add_doctor_flags, run_doctor_command
 from neuron_di.drain_command import SUMMARY as DRAIN_SUMMARY
 from neuron_di.drain_command import add_drain_flags, run_drain_command
 from neuron_di.errors import ConfigError, NeuronDiError
@@ -81,6 +83,7 @@ def _run(arguments: list[str]) -> int:
     add_bench_transfer_flags(
         commands.add_parser("bench-transfer", help=TRANSFER_SUMMARY, description=TRANSFER_SUMMARY)
     )
+    add_doctor_flags(commands.add_parser("doctor", help=DOCTOR_SUMMARY, description=DOCTOR_SUMMARY))
     drain = commands.add_parser("drain", help=DRAIN_SUMMARY, description=DRAIN_SUMMARY)
     _add_proxy_flags(drain)
     add_drain_flags(drain)
@@ -97,6 +100,8 @@ def _run(arguments: list[str]) -> int:
         return run_bench_transfer(flags)
     if flags.command == "conformance":
         return run_conformance_command(flags)
+    if flags.command == "doctor":
+        return run_doctor_command(flags)
     if flags.command == "drain":
         return run_drain_command(flags, _key_of(flags))
     if flags.command == "role":

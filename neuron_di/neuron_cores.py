@@ -10,6 +10,8 @@ So far this has run on a simulator of libnrt only.
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from neuron_di.errors import ConfigError
 from neuron_di_bindings.nrt import (
@@ -29,8 +31,16 @@ LOAD_TIMEOUT_S = 3600.0  # hundreds of gigabytes from a shared disk, and each gr
 # One host's workers must not send through libfabric's shared memory: it knows no device memory,
 # and what arrives is wrong (AWS's disaggregated inference tutorial).
 SHARED_MEMORY_OF_EFA = "FI_EFA_ENABLE_SHM_TRANSFER"
+RUNTIME_MAJOR = 2  # of libnrt, whose functions the bindings know
+RUNTIME_FUNCTIONS = (  # without which no worker runs
+    *("nrt_init", "nrt_close", "nrt_tensor_allocate", "nrt_tensor_read", "nrt_tensor_write"),
+)
 # As in AWS's tutorials. Without the gate a worker offers no send/receive between devices.
 _DEFAULTS = {ENABLED_VARIABLE: "1", PORT_VARIABLE: "45645"}
+# What the rendezvous of send and receive leaves behind when its process is killed; the older name
+# is of all users.
+_LOCK_FOLDER = Path("/tmp")  # noqa: S108
+_LOCK_NAMES = ("nrt_kv_store_server_lock_uid_*", "nrt_kv_store_server.lock")
 
 
 def count_host_cores(library_path: str | None = None) -> int:
@@ -137,6 +147,18 @@ def worker_environment(environ: Mapping[str, str], cores: range) -> dict[str, st
     """
     kept = {name: value for name, value in environ.items() if name != NUM_CORES}
     return _DEFAULTS | kept | {VISIBLE_CORES: as_text(cores), SHARED_MEMORY_OF_EFA: "0"}
+
+
+def bootstrap_locks_of_others(folder: Path = _LOCK_FOLDER) -> list[str]:
+    """Lock files of the rendezvous that this user may not lock: where one was left behind, send
+    and receive do not open. One of the user's own is in nobody's way."""
+    found = []
+    for name in _LOCK_NAMES:
+        for path in sorted(folder.glob(name)):
+            with suppress(OSError):  # it is gone by now
+                if path.stat().st_uid != os.getuid() or not os.access(path, os.R_OK | os.W_OK):
+                    found.append(str(path))
+    return found
 
 
 def as_text(cores: range | tuple[int, ...]) -> str:

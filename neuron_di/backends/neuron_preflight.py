@@ -16,6 +16,8 @@ import neuron_di_bindings
 from neuron_di.config import child_environment
 from neuron_di.errors import ConfigError
 from neuron_di.neuron_cores import (
+    RUNTIME_FUNCTIONS,
+    RUNTIME_MAJOR,
     VISIBLE_CORES,
     allowed_cores,
     as_text,
@@ -35,8 +37,6 @@ _PROC = Path("/proc")
 _BINDINGS = Path(neuron_di_bindings.__file__).parents[1]
 _PROBE = Path(__file__).with_name("neuron_probe.py")
 _PROBE_TIMEOUT_S = 120.0  # the driver resets each core that was used before
-_MAJOR = 2  # of libnrt, whose functions these bindings know
-_NEEDED = ("nrt_init", "nrt_close", "nrt_tensor_allocate", "nrt_tensor_read", "nrt_tensor_write")
 _WORDS_MAX = 300  # of what the runtime wrote
 _HOLDERS_MAX = 4
 
@@ -65,7 +65,7 @@ def _check_library(path: str | None) -> None:
         library = load_nrt(path)
     except NrtMissing as error:
         raise ConfigError(f"--device neuron needs the Neuron runtime: {error}") from None
-    lacks = [name for name in _NEEDED if not library.has(name)]
+    lacks = [name for name in RUNTIME_FUNCTIONS if not library.has(name)]
     if lacks:
         raise ConfigError(
             f"the Neuron runtime {library.path} lacks {', '.join(lacks)}: install a newer "
@@ -73,11 +73,11 @@ def _check_library(path: str | None) -> None:
         )
     with contextlib.suppress(NrtError, NrtUnsupported):  # one that does not say is tried
         version = library.version()
-        if version.major != _MAJOR:
+        if version.major != RUNTIME_MAJOR:
             raise ConfigError(
-                f"the Neuron runtime {library.path} is version {version}, and {_MAJOR}.x is "
-                f"supported: install aws-neuronx-runtime-lib {_MAJOR}.x, or name another file with "
-                f"{PATH_VARIABLE}"
+                f"the Neuron runtime {library.path} is version {version}, and "
+                f"{RUNTIME_MAJOR}.x is supported: install aws-neuronx-runtime-lib "
+                f"{RUNTIME_MAJOR}.x, or name another file with {PATH_VARIABLE}"
             )
 
 

@@ -1,13 +1,14 @@
 """What a process is told at its start: typed options from flags, environment and a TOML file."""
 
 from neuron_di.config.descriptor_limit import raise_descriptor_limit
+from neuron_di.config.doctor import DoctorOptions
 from neuron_di.config.environment import child_environment
 from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.exposure import is_loopback
 from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
-from neuron_di.config.load import load_options
+from neuron_di.config.load import load_options, refused_variables
 from neuron_di.config.neuron import NeuronOptions
 from neuron_di.config.option import ByteSize
 from neuron_di.config.options import (
@@ -25,6 +26,7 @@ from neuron_di.config.worker_addresses import WorkerAddressOptions
 __all__ = [
     "ByteSize",
     "CompileOptions",
+    "DoctorOptions",
     "EngineOptions",
     "EtcdOptions",
     "FlagParser",
@@ -46,4 +48,5 @@ __all__ = [
     "is_loopback",
     "load_options",
     "raise_descriptor_limit",
+    "refused_variables",
 ]

@@ -42,6 +42,20 @@ class FlagParser(argparse.ArgumentParser):
         return f"{self.prog}: unknown flag {flag}; the nearest valid one is {nearest(flag, valid)}"
 
 
+class _Joined(argparse.Action):
+    """`--peer A --peer B` is `--peer A,B`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002 - as argparse calls it
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+
+
 def add_flags(parser: argparse.ArgumentParser, options_class: type) -> None:
     """Add `--config` and a flag for each option. Values stay text: `load_options` checks them."""
     specs = specs_of(options_class)
@@ -71,7 +85,11 @@ def add_flags(parser: argparse.ArgumentParser, options_class: type) -> None:
             )
         else:
             group.add_argument(
-                spec.flag, default=argparse.SUPPRESS, metavar=_metavar(spec), help=help_text
+                spec.flag,
+                action=_Joined if spec.repeatable else "store",
+                default=argparse.SUPPRESS,
+                metavar=_metavar(spec),
+                help=help_text,
             )
 
 
@@ -99,7 +117,7 @@ def _metavar(spec: OptionSpec) -> str:
     if get_origin(spec.kind) is Literal:
         return "{" + ",".join(get_args(spec.kind)) + "}"
     if get_origin(spec.kind) is tuple:
-        return f"{spec.form},..."
+        return f"{spec.form or 'NAME'},..."
     if spec.form is not None:
         return spec.form
     if spec.kind is float and (spec.key.endswith("_per_s") or not spec.key.endswith("_s")):
@@ -112,6 +130,11 @@ def _help(spec: OptionSpec) -> str:
     if spec.default is MISSING:
         words += " (required)"
     elif spec.default is not None and spec.default != ():
-        default = str(spec.default).lower() if spec.kind is bool else spec.default
-        words += f" (default: {default})"
+        words += f" (default: {_in_words(spec.default)})"
     return words.replace("%", "%%")
+
+
+def _in_words(default: Any) -> str:
+    if isinstance(default, tuple):
+        return ",".join(default)
+    return str(default).lower() if isinstance(default, bool) else str(default)

@@ -49,6 +49,22 @@ def load_options(
     )
 
 
+def refused_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Of our variables those that no command takes: its name, and why, with the mend."""
+    known = {key: spec for each in OPTION_SETS for key, spec in specs_of(each).items()}
+    specs = {spec.variable: spec for spec in known.values()}
+    refused: dict[str, str] = {}
+    for name in sorted(name for name in environ if name.startswith(VARIABLE_PREFIX)):
+        try:
+            if name in specs:
+                parse_value(specs[name], environ[name], name)
+            else:
+                _from_environ({name: environ[name]}, known)
+        except ConfigError as error:
+            refused[name] = error.message
+    return refused
+
+
 def _from_file(path: Path, known: Mapping[str, OptionSpec]) -> _Written:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

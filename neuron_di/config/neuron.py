@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from neuron_di.config.option import option
 from neuron_di.errors import ConfigError
@@ -10,6 +10,14 @@ from neuron_di.errors import ConfigError
 Runner = Literal["nxdi", "transformers-neuronx", "torch-neuronx"]
 
 _BUCKETS_MAX = 32  # each is a graph of its own, compiled and loaded
+
+
+def libnrt_option() -> Any:
+    """Where the runtime is: the same key for whoever needs it."""
+    return option(
+        "file of the Neuron runtime library; none looks for libnrt.so.1, there and in /opt/aws",
+        default=None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +42,7 @@ class NeuronOptions:
         "steps, and rounding then depends on who shares a step; an empty list is the context alone",
         default=(),
     )
-    libnrt: str | None = option(
-        "file of the Neuron runtime library; none looks for libnrt.so.1, there and in /opt/aws",
-        default=None,
-    )
+    libnrt: str | None = libnrt_option()
 
     def __post_init__(self) -> None:
         """ConfigError for buckets that are no ascending list of lengths."""

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from neuron_di.config.doctor import DoctorOptions
 from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
@@ -320,4 +321,5 @@ class CompileOptions:
         )
 
 
-OPTION_SETS: tuple[type, ...] = (ServeOptions, ProxyOptions, WorkerOptions)
+# Of a key in several of them the last one says what it is, where no command is asked.
+OPTION_SETS: tuple[type, ...] = (DoctorOptions, ServeOptions, ProxyOptions, WorkerOptions)

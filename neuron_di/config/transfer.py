@@ -17,8 +17,9 @@ class TransferOptions:
 
     transfer: tuple[str, ...] = option(
         f"what may move KV to and from other workers, of {', '.join(ENGINE_NAMES)}, the preferred "
-        "first; auto is what works here: handover and shm on one machine, nrt between Neuron "
-        "devices, and tcp where --host can be reached from others",
+        "first; auto is what works here: handover and shm on one machine, between Neuron devices "
+        "reads of their memory by NIXL or else nrt, and tcp where --host can be reached from "
+        "others",
         default=(AUTO,),
     )
     kv_convert: bool = option(
@@ -56,7 +57,8 @@ class TransferOptions:
     )
     nixl_backend: Literal["UCX", "LIBFABRIC"] = option(
         "what moves KV beneath the engine nixl: UCX, or LIBFABRIC, as for EFA on AWS; both workers "
-        "of a pair need the same",
+        "of a pair need the same. With --device neuron LIBFABRIC reads the device's memory, and "
+        "UCX its copy in the host's; --transfer auto tries the former, whatever this says",
         default="UCX",
     )
     transfer_tls_cert: str | None = option(

@@ -43,6 +43,12 @@ def parse_value(spec: OptionSpec, raw: object, source: str) -> Any:
     return value
 
 
+def split_address(text: str) -> tuple[str, int]:
+    """(host, port) of what has the form HOST:PORT; an IPv6 address without its brackets."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def allowed_values(spec: OptionSpec) -> str:
     """In words, as in "a whole number, at least 1, or none"."""
     words = _kind_in_words(spec)

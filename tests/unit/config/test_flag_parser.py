@@ -97,3 +97,11 @@ def test_flags_say_exactly_the_options(options):
     # A child must not take what was meant for its parent.
     environ = {"NEURON_DI_PORT": "9", "NEURON_DI_NUM_BLOCKS": "3", "NEURON_DI_LOG_LEVEL": "error"}
     assert load_options(type(options), parser.parse_args(flags_of(options)), environ) == options
+
+
+def test_help_shows_lists_as_they_are_written():
+    parser = FlagParser(prog="neuron-di")
+    add_flags(parser, ServeOptions)
+    text = " ".join(parser.format_help().split())
+    assert "--transfer NAME,... what may move KV" in text
+    assert "reached from others (default: auto)" in text

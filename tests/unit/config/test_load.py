@@ -4,6 +4,7 @@ import dataclasses
 import pytest
 
 from neuron_di.config import (
+    DoctorOptions,
     FlagParser,
     ProxyOptions,
     ServeOptions,
@@ -119,6 +120,8 @@ def test_a_key_has_one_type_and_form_everywhere():
     seen = {}
     for options_class in OPTION_SETS:
         for key, spec in specs_of(options_class).items():
+            if options_class is DoctorOptions and key == "device":
+                continue  # also those that nothing is served on
             meaning = (spec.kind, spec.is_optional, spec.form, spec.positional)
             assert seen.setdefault(key, meaning) == meaning, key
 
@@ -128,6 +131,7 @@ def test_every_default_is_allowed():
         ServeOptions(model="m"),
         ProxyOptions(),
         WorkerOptions(model="m", role="both"),
+        DoctorOptions(),
     ):
         assert load(type(options), flags_of(options)) == options
 

@@ -1,0 +1,104 @@
+"""What computes on the host: compiled kernels, instruction sets, torch."""
+
+from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
+from pathlib import Path
+
+from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.options import DoctorOptions
+from neuron_di_bindings import cpu_kernels
+
+BUILD = (
+    "Install a C compiler (gcc), then build it: `python setup.py build_ext --inplace` in a source "
+    "tree, else `pip install --force-reinstall --no-deps neuron-di`."
+)
+# What is slower without each: none of them is needed, and a build without a compiler leaves out
+# all of them without a word.
+_COMPILED = {
+    "neuron_di_bindings._kv_copy": "KV is copied by numpy",
+    "neuron_di_bindings._owner_words": "workers of one host copy KV instead of passing it on",
+    "neuron_di_bindings._socket_runs": "more of a transfer over TCP runs in Python",
+    "neuron_di_proxy._json_members": "the proxy reads long prompts more slowly",
+    "neuron_di_proxy._token_lane": "every token goes through Python in the proxy",
+}
+
+
+def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
+    """Our kernels as they load here, and torch as it loads here."""
+    yield _kernels()
+    yield _compiled()
+    yield _torch()
+
+
+def _kernels() -> Finding:
+    try:
+        kernels = cpu_kernels.load()
+    except cpu_kernels.KernelsNotBuilt:
+        return Finding(
+            check="cpu.kernels",
+            grade=Grade.WARNING,
+            says="the compiled CPU kernels do not load: --device cpu is slower, by torch alone",
+            mend=BUILD,
+        )
+    best = kernels.isas[-1]
+    words = f"the compiled CPU kernels load, and use {best}"
+    if best == "plain":
+        words += ": this processor has neither AVX2 nor AVX-512, so --device cpu is slow"
+    return Finding(
+        check="cpu.kernels",
+        grade=Grade.NOTE if best == "plain" else Grade.OK,
+        says=words,
+        facts={"instruction_sets": list(kernels.isas)},
+    )
+
+
+def _compiled() -> Finding:
+    missing = [name for name in _COMPILED if not _is_built(name)]
+    if missing:
+        effects = "; ".join(_COMPILED[name] for name in missing)
+        return Finding(
+            check="cpu.compiled",
+            grade=Grade.WARNING,
+            says=f"not compiled: {', '.join(missing)}; so {effects}",
+            mend=BUILD,
+            facts={"missing": missing},
+        )
+    return Finding(
+        check="cpu.compiled",
+        grade=Grade.OK,
+        says=f"all {len(_COMPILED)} other compiled modules are there",
+        facts={"missing": []},
+    )
+
+
+def _is_built(name: str) -> bool:
+    """Whether there is a file of it for this interpreter. One of them Python cannot import."""
+    package, _, module = name.rpartition(".")
+    spec = find_spec(package)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return any(
+        (Path(folder) / f"{module}{suffix}").is_file()
+        for folder in folders
+        for suffix in EXTENSION_SUFFIXES
+    )
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # also a library of its own that does not load
+        return Finding(
+            check="cpu.torch",
+            grade=Grade.FAILED,
+            says=f"torch does not load: {str(error)[:200]}",
+            mend="Install it again for this Python; on a machine without a GPU from PyTorch's CPU "
+            "index, as the README says.",
+        )
+    return Finding(
+        check="cpu.torch",
+        grade=Grade.OK,
+        says=f"torch {torch.__version__} loads",
+        facts={"version": str(torch.__version__)},
+    )

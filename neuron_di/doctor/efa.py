@@ -1,0 +1,242 @@
+"""EFA: the adapters of the instance, their device files, which Neuron device sits by which, and
+what libfabric makes of them.
+
+Sources: Linux's /sys, AWS's pages on EFA and on its instances, libfabric.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from neuron_di.config import DoctorOptions
+from neuron_di.doctor import libfabric
+from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.neuron_asked import expects_neuron
+from neuron_di.doctor.neuron_instances import INSTANCES, Instance
+from neuron_di.doctor.pci import PciDevice, efa_adapters, instance_type, may_use
+
+_DRIVER_FILE = "/sys/module/efa/version"
+_VERBS = "/sys/class/infiniband_verbs"
+_LAUNCH = (
+    "Launch the instance with all of them: one interface of type efa (or efa-only) for each of its "
+    "network cards. They cannot be had later by all instances."
+)
+_CONTAINER = (
+    "Give the container all of them: --device=/dev/infiniband/uverbs0 and so on, or the Kubernetes "
+    "resource vpc.amazonaws.com/efa with their number; none of it needs a privileged container."
+)
+
+
+def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
+    """Adapters, driver, device files, pairs, libfabric."""
+    adapters = efa_adapters(machine)
+    is_neuron = expects_neuron(machine, options)
+    if not adapters and not is_neuron:
+        if options.device == "auto":
+            yield Finding(
+                check="efa.adapters", grade=Grade.NOTE, says="this machine has no EFA adapters"
+            )
+        return
+    row = INSTANCES.get(instance_type(machine))
+    yield _adapters(adapters, row)
+    if not adapters:
+        return
+    yield from _driver(machine, adapters)
+    yield from _verbs(machine)
+    if row is not None and row.efa_of_device:
+        yield _pairs(adapters, row)
+    yield from _fabric(machine, len(adapters), is_neuron)
+
+
+def _adapters(adapters: Sequence[PciDevice], row: Instance | None) -> Finding:
+    count = len(adapters)
+    found = {0: "no EFA adapter", 1: "1 EFA adapter"}.get(count, f"{count} EFA adapters")
+    facts: dict[str, Fact] = {"addresses": [adapter.address for adapter in adapters]}
+    if row is None:
+        return Finding(check="efa.adapters", grade=Grade.NOTE, says=found, facts=facts)
+    facts["num_expected"] = row.num_efa
+    if row.num_efa == 0:
+        return Finding(
+            check="efa.adapters",
+            grade=Grade.NOTE,
+            says=f"{row.name} has no EFA: KV goes by shared memory on one host, and by TCP between "
+            "hosts",
+            facts=facts,
+        )
+    if count == 0:
+        return Finding(
+            check="efa.adapters",
+            grade=Grade.WARNING,
+            says=f"no EFA adapter is attached, and {row.name} has {row.num_efa}: KV goes by way of "
+            "the host",
+            mend=_LAUNCH,
+            facts=facts,
+        )
+    if count < row.num_efa:
+        return Finding(
+            check="efa.adapters",
+            grade=Grade.FAILED,
+            says=f"{count} of {row.num_efa} EFA adapters are attached: devices without their own "
+            'end transfers with "No matching NIC"',
+            mend=_LAUNCH,
+            facts=facts,
+        )
+    return Finding(check="efa.adapters", grade=Grade.OK, says=found, facts=facts)
+
+
+def _driver(machine: Machine, adapters: Sequence[PciDevice]) -> Iterator[Finding]:
+    version = machine.read(_DRIVER_FILE)
+    bare = [adapter.address for adapter in adapters if adapter.driver != "efa"]
+    if bare:
+        yield Finding(
+            check="efa.driver",
+            grade=Grade.FAILED,
+            says=f"the EFA driver does not have {len(bare)} of {len(adapters)} adapters"
+            + ("" if version else ": it is not loaded"),
+            mend="Install the driver with AWS's EFA installer, or sudo modprobe efa.",
+            facts={"addresses": bare},
+        )
+    else:
+        yield Finding(
+            check="efa.driver",
+            grade=Grade.OK,
+            says=f"the EFA driver is {version or 'loaded'}",
+            facts={"version": version or ""},
+        )
+
+
+def _verbs(machine: Machine) -> Iterator[Finding]:
+    """The files in /dev by which programs reach the adapters. Those of other makers count not."""
+    wanted = []
+    for path in machine.names(f"{_VERBS}/uverbs[0-9]*"):
+        driver = machine.target(f"{path}/device/driver") or ""
+        if driver.rpartition("/")[2] == "efa":
+            wanted.append(f"/dev/infiniband/{path.rpartition('/')[2]}")
+    if not wanted:
+        return
+    there = set(machine.names("/dev/infiniband/uverbs[0-9]*"))
+    missing = [path for path in wanted if path not in there]
+    closed = [path for path in wanted if path in there and not may_use(machine, path)]
+    facts: dict[str, Fact] = {"num_wanted": len(wanted), "missing": missing, "closed": closed}
+    if missing:
+        says = f"{len(missing)} of {len(wanted)} EFA device files are not here: {missing[0]}"
+        if len(missing) == len(wanted):
+            says = "there is no EFA device file in /dev/infiniband"
+        yield Finding(
+            check="efa.verbs", grade=Grade.FAILED, says=says, mend=_CONTAINER, facts=facts
+        )
+    elif closed:
+        yield Finding(
+            check="efa.verbs",
+            grade=Grade.FAILED,
+            says=f"this user may not open {closed[0]}",
+            mend="Give everybody rights to read and write it, as AWS's EFA installer does by a "
+            "udev rule.",
+            facts=facts,
+        )
+    else:
+        yield Finding(
+            check="efa.verbs",
+            grade=Grade.OK,
+            says=f"{len(wanted)} EFA device files",
+            facts=facts,
+        )
+
+
+def _pairs(adapters: Sequence[PciDevice], row: Instance) -> Finding:
+    """Which device sits by which adapter, and which have none."""
+    present = {adapter.address for adapter in adapters}
+    pairs = {str(device): address for device, address in enumerate(row.efa_of_device)}
+    alone = [device for device, address in pairs.items() if address not in present]
+    strange = sorted(present - set(row.efa_of_device))
+    facts: dict[str, Fact] = {"efa_of_device": dict(pairs), "devices_without": list(alone)}
+    share = f"{row.devices_per_efa} devices by each adapter" if row.devices_per_efa > 1 else ""
+    if strange:
+        return Finding(
+            check="efa.pairs",
+            grade=Grade.NOTE,
+            says=f"adapters at addresses that {row.name} is not known to have "
+            f"({', '.join(strange)}): which device sits by which, only the runtime tells",
+            facts=facts | {"strange": list(strange)},
+        )
+    if alone:
+        return Finding(
+            check="efa.pairs",
+            grade=Grade.FAILED,
+            says=f"Neuron devices {', '.join(alone)} have no adapter beside them",
+            mend=_LAUNCH,
+            facts=facts,
+        )
+    return Finding(
+        check="efa.pairs",
+        grade=Grade.OK,
+        says=f"{share or 'one device by each adapter'}: {_listed(row)}",
+        facts=facts,
+    )
+
+
+def _listed(row: Instance) -> str:
+    """By adapter: "0,1 by 0000:10:1a.0"."""
+    devices: dict[str, list[str]] = {}
+    for device, address in enumerate(row.efa_of_device):
+        devices.setdefault(address, []).append(str(device))
+    return "; ".join(f"{','.join(numbers)} by {address}" for address, numbers in devices.items())
+
+
+def _fabric(machine: Machine, num_adapters: int, is_neuron: bool) -> Iterator[Finding]:
+    found = libfabric.look(machine)
+    if found is None:
+        yield Finding(
+            check="efa.libfabric",
+            grade=Grade.WARNING,
+            says="there is no fi_info: whether libfabric sees the adapters is not known",
+            mend="Install libfabric with AWS's EFA installer, which a container needs too; it puts "
+            "fi_info into /opt/amazon/efa/bin.",
+        )
+        return
+    facts: dict[str, Fact] = {"version": found.version, "domains": list(found.domains)}
+    if len(found.domains) < num_adapters:
+        yield Finding(
+            check="efa.libfabric",
+            grade=Grade.FAILED,
+            says=f"libfabric sees {len(found.domains)} of {num_adapters} EFA adapters"
+            + (f": {found.words}" if found.words else ""),
+            mend="Are the device files of all adapters here (above), and no others in "
+            "/dev/infiniband? FI_LOG_LEVEL=info fi_info -p efa says more.",
+            facts=facts,
+        )
+    else:
+        yield Finding(
+            check="efa.libfabric",
+            grade=Grade.OK,
+            says=f"libfabric {found.version or 'of unknown version'} sees {len(found.domains)} EFA "
+            "adapters",
+            facts=facts,
+        )
+    if is_neuron and found.domains:
+        yield _memory(found)
+
+
+def _memory(found: libfabric.Fabric) -> Finding:
+    facts: dict[str, Fact] = {"num_cores": found.num_cores}
+    if found.memory:
+        return Finding(
+            check="efa.memory",
+            grade=Grade.WARNING,
+            says=f"libfabric cannot reach Neuron memory (FI_HMEM_NEURON): {found.memory}",
+            mend="Use AWS's libfabric (/opt/amazon/efa) and let it find libnrt.so.1: "
+            "LD_LIBRARY_PATH=/opt/aws/neuron/lib, and unset FI_HMEM_DISABLE_P2P.",
+            facts=facts,
+        )
+    if found.is_undecided or not found.num_cores:
+        return Finding(
+            check="efa.memory",
+            grade=Grade.NOTE,
+            says="whether libfabric reaches Neuron memory shows only in a process that has cores",
+            facts=facts,
+        )
+    return Finding(
+        check="efa.memory",
+        grade=Grade.OK,
+        says=f"libfabric knows Neuron memory (FI_HMEM_NEURON), and {found.num_cores} cores",
+        facts=facts,
+    )

@@ -1,0 +1,84 @@
+"""Environment variables that matter on any machine. Those of Neuron have a check of their own.
+
+A value may hold a password, as a proxy's URL does: names are told, values are not.
+"""
+
+from collections.abc import Iterator
+
+from neuron_di.config import refused_variables
+from neuron_di.doctor.amounts import counted
+from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.options import DoctorOptions
+
+_OURS = "NEURON_DI_"
+# Each binds a process's first thread to the first core: tried with torch's and the system's OpenMP.
+_BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY")
+_NOT_BOUND = {"false", ""}
+
+
+def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
+    """Our own variables, those of HTTP proxies, and those that bind threads."""
+    yield from _ours(machine)
+    yield _http_proxy(machine)
+    yield from _binding(machine)
+
+
+def _ours(machine: Machine) -> Iterator[Finding]:
+    refused = refused_variables(machine.environment)
+    for name, reason in refused.items():
+        yield Finding(
+            check="environment.ours",
+            grade=Grade.FAILED,
+            says=f"no server starts: {reason}",
+            mend=f"Correct {name}, or unset it.",
+            facts={"name": name},
+        )
+    names = sorted(
+        name for name in machine.environment if name.startswith(_OURS) and name not in refused
+    )
+    if names or not refused:
+        words = "no variable NEURON_DI_* is set"
+        if names:
+            words = f"{counted(len(names), 'variable')} of ours: {', '.join(names)}"
+        yield Finding(
+            check="environment.ours",
+            grade=Grade.OK,
+            says=words,
+            facts={"names": list(names)},
+        )
+
+
+def _http_proxy(machine: Machine) -> Finding:
+    """Of what our commands use, urllib alone asks an HTTP proxy."""
+    proxies = {
+        name.lower().removesuffix("_proxy"): value
+        for name, value in machine.environment.items()
+        if name.lower() in ("http_proxy", "no_proxy") and value
+    }
+    exempt = {name.strip() for name in proxies.get("no", "").split(",")}
+    if "http" in proxies and not exempt & {"127.0.0.1", "*"}:
+        return Finding(
+            check="environment.http_proxy",
+            grade=Grade.WARNING,
+            says="`neuron-di status`, `top`, `drain` and `role` go by the HTTP proxy of "
+            "http_proxy, also to this machine",
+            mend="Add 127.0.0.1, localhost and the hosts of the cluster to no_proxy.",
+        )
+    words = "the HTTP proxy is not asked" if "http" in proxies else "no HTTP proxy is asked"
+    return Finding(
+        check="environment.http_proxy", grade=Grade.OK, says=f"{words} for what runs here"
+    )
+
+
+def _binding(machine: Machine) -> Iterator[Finding]:
+    for name in _BINDING:
+        if machine.environment.get(name, "").lower() not in _NOT_BOUND:
+            yield Finding(
+                check="environment.binding",
+                grade=Grade.WARNING,
+                says=f"{name} is set: each worker binds itself to the same first cores, and they "
+                "wait for each other",
+                mend=f"Unset {name}; `neuron-di serve --pin` gives each worker cores of its own.",
+                facts={"name": name},
+            )

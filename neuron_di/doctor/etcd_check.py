@@ -1,0 +1,113 @@
+"""Whether etcd can be used as workers and proxies use it: each member, then a write and a lease.
+
+What is written is a key below the options' prefix, under a lease of its own, gone at the end.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from neuron_di.config import EtcdOptions, is_loopback
+from neuron_di.config.value import split_address
+from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.options import DoctorOptions
+from neuron_di.errors import ConfigError, NeuronDiError
+
+if TYPE_CHECKING:  # gRPC is loaded where --etcd is given
+    from neuron_di.etcd.security import Security
+
+_VERSION_TIMEOUT_S = 5.0
+_OTHERS_MAY_READ = 0o077
+_INSTALL = "Install etcd (Debian and Ubuntu: apt-get install etcd-server), or name one with --etcd."
+
+
+def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
+    """Skipped without --etcd. With `auto` an etcd of our own is started, tried and ended."""
+    if not options.etcd.etcd:
+        yield Finding(
+            check="etcd.member",
+            grade=Grade.SKIPPED,
+            says="no --etcd was given; on one machine none is needed",
+        )
+        return
+    try:
+        from neuron_di.doctor.etcd_probe import probe_members  # loads its packages
+        from neuron_di.etcd.security import security_of
+
+        security = security_of(options.etcd)
+    except ConfigError as error:
+        yield Finding(
+            check="etcd.options",
+            grade=Grade.FAILED,
+            says=error.message,
+            mend="Correct the file that it names, or install the packages.",
+        )
+        return
+    yield from _secrets(options.etcd)
+    if options.etcd.is_auto:
+        yield from _auto(machine, options.etcd, security)
+    else:
+        yield from asyncio.run(probe_members(options.etcd, security))
+
+
+def _secrets(options: EtcdOptions) -> Iterator[Finding]:
+    """Who else may read a password, or a key."""
+    for flag, path in (
+        ("--etcd-password-file", options.etcd_password_file),
+        ("--etcd-key", options.etcd_key),
+    ):
+        if path is not None and os.stat(path).st_mode & _OTHERS_MAY_READ:
+            yield Finding(
+                check="etcd.secret",
+                grade=Grade.WARNING,
+                says=f"other users of this machine may read the file of {flag}",
+                mend="chmod 600, for the user that the server runs as.",
+                facts={"flag": flag},
+            )
+    if options.etcd_password_file is None or options.etcd_ca is not None:
+        return
+    if not all(is_loopback(split_address(each)[0]) for each in options.etcd):
+        yield Finding(
+            check="etcd.secret",
+            grade=Grade.WARNING,
+            says="the password for etcd crosses the network in the clear",
+            mend="Give --etcd-ca, of an etcd that speaks TLS.",
+        )
+
+
+def _auto(machine: Machine, options: EtcdOptions, security: "Security") -> Iterator[Finding]:
+    ran = machine.run("etcd", "--version", timeout_s=_VERSION_TIMEOUT_S)
+    found = re.search(r"etcd Version: (\S+)", ran.stdout) if ran is not None else None
+    if found is None:
+        says = "there is no program etcd, which --etcd auto starts"
+        if ran is not None:
+            says = "the program etcd does not say its version"
+        yield Finding(check="etcd.program", grade=Grade.FAILED, says=says, mend=_INSTALL)
+        return
+    yield Finding(
+        check="etcd.program",
+        grade=Grade.OK,
+        says=f"the program etcd is version {found[1]}",
+        facts={"version": found[1]},
+    )
+    try:
+        yield from asyncio.run(_started(options, security))
+    except NeuronDiError as error:
+        yield Finding(
+            check="etcd.program",
+            grade=Grade.FAILED,
+            says=f"an etcd of our own does not start: {error.message}",
+            mend=_INSTALL,
+        )
+
+
+async def _started(options: EtcdOptions, security: "Security") -> list[Finding]:
+    from neuron_di.doctor.etcd_probe import probe_members
+    from neuron_di.etcd.child import ChildEtcd
+
+    async with ChildEtcd() as child:
+        own = EtcdOptions(etcd=(child.address,), etcd_prefix=options.etcd_prefix)
+        return await probe_members(own, security)

@@ -1,0 +1,234 @@
+"""What the members of an etcd say of themselves, and whether a worker could announce itself there.
+
+Loading this loads gRPC. ConfigError where it is not installed.
+"""
+
+import asyncio
+import secrets
+import statistics
+from dataclasses import dataclass
+
+from neuron_di.clock import Deadline, now_s
+from neuron_di.config import EtcdOptions
+from neuron_di.doctor.etcd_door import Door, knock
+from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.errors import NeuronDiError, PeerTimeout, RemoteProtocolError
+from neuron_di.etcd.client import EtcdClient, MemberStatus
+from neuron_di.etcd.failures import PermissionDenied
+from neuron_di.etcd.key_value import KeyRange
+from neuron_di.etcd.security import Security
+
+MEMBER_TIMEOUT_S = 3.0
+PROBE_TIMEOUT_S = 5.0  # of each call
+TTL_S = 10.0  # of the key, should this process be killed
+NUM_WRITES = 5
+SKEW_S_MAX = 2.0
+_NO_LEADER = "no leader"  # 3.4 may still name the one that is gone
+# docs/etcd.md says why.
+_GOOD_FROM = {(3, 4): (3, 4, 22), (3, 5): (3, 5, 6)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """What one member answered: `status`, or why there is none."""
+
+    address: str
+    door: Door
+    status: MemberStatus | None = None
+    cluster_id: int | None = None  # None: it may not be asked
+    error: NeuronDiError | None = None
+
+
+async def probe_members(options: EtcdOptions, security: Security) -> list[Finding]:
+    """A finding for each member, then for all of them, then of a write, where one answers."""
+    key = f"{options.etcd_prefix.rstrip('/')}/doctor/{secrets.token_hex(8)}".encode()
+    members = await asyncio.gather(
+        *(_ask(address, options, security, key) for address in options.etcd)
+    )
+    findings = [_of_member(member) for member in members]
+    findings += [_skewed(member, member.door.skew_s) for member in members if _is_skewed(member)]
+    answered = [member for member in members if member.status is not None]
+    findings += _together(answered)
+    if answered:
+        addresses = [member.address for member in answered]
+        async with EtcdClient(addresses, security, call_timeout_s=PROBE_TIMEOUT_S) as client:
+            findings.append(await _write(client, key, options.etcd_prefix))
+    return findings
+
+
+async def _ask(address: str, options: EtcdOptions, security: Security, key: bytes) -> _Member:
+    door = await asyncio.to_thread(knock, address, options)
+    if not door.is_open:
+        return _Member(address=address, door=door)
+    async with EtcdClient([address], security, call_timeout_s=MEMBER_TIMEOUT_S) as client:
+        try:
+            status = await client.status()
+        except NeuronDiError as error:
+            return _Member(address=address, door=door, error=error)
+        try:
+            cluster_id = (await client.list_keys(KeyRange(key))).cluster_id
+        except NeuronDiError:
+            cluster_id = None
+    return _Member(address=address, door=door, status=status, cluster_id=cluster_id)
+
+
+def _of_member(member: _Member) -> Finding:
+    facts: dict[str, Fact] = {"address": member.address, "skew_s": member.door.skew_s}
+    status = member.status
+    if status is None:
+        return _not_reached(member, facts)
+    facts |= {"version": status.version, "db_bytes": status.db_size, "errors": list(status.errors)}
+    says = f"{member.address} is etcd {status.version}"
+    if status.leader == 0 or _NO_LEADER in " ".join(status.errors):
+        return Finding(
+            check="etcd.member",
+            grade=Grade.FAILED,
+            says=f"{says}, and sees no leader: it takes no writes",
+            mend="Start the other members: more than half of them must run and reach each other.",
+            facts=facts,
+        )
+    if status.errors:
+        return Finding(
+            check="etcd.member",
+            grade=Grade.FAILED,
+            says=f"{says}, and raises an alarm: {', '.join(status.errors)[:200]}",
+            mend="NOSPACE: compact and defragment it, or raise its --quota-backend-bytes, then "
+            "`etcdctl alarm disarm`. CORRUPT: replace that member.",
+            facts=facts,
+        )
+    if not _is_good(status.version):
+        return Finding(
+            check="etcd.member",
+            grade=Grade.WARNING,
+            says=f"{says}, of those that can lose data or were not tried",
+            mend="Use 3.4.22 or later, or 3.5.6 or later (docs/etcd.md).",
+            facts=facts,
+        )
+    return Finding(check="etcd.member", grade=Grade.OK, says=says, facts=facts)
+
+
+def _not_reached(member: _Member, facts: dict[str, Fact]) -> Finding:
+    why, mend = member.door.why, member.door.mend
+    if not why:
+        assert member.error is not None
+        why, mend = member.error.message, _mend_of(member.error)
+    return Finding(
+        check="etcd.member",
+        grade=Grade.FAILED,
+        says=f"{member.address} cannot be used: {why}",
+        mend=mend,
+        facts=facts,
+    )
+
+
+def _mend_of(error: NeuronDiError) -> str:
+    if isinstance(error, PermissionDenied):
+        return "Grant our user a role for the prefix: examples/certificates/make_users.sh."
+    if isinstance(error, PeerTimeout):
+        return "Look whether more than half of its members run, and at the load of their disks."
+    if isinstance(error, RemoteProtocolError):
+        return "Name etcd's client port, as a rule 2379: what answers there is something else."
+    return "Correct --etcd-user and its password, or give a certificate (docs/etcd.md)."
+
+
+def _is_good(version: str) -> bool:
+    """By its numbers. What cannot be read, and what is older than 3.4, is not."""
+    parts = version.split(".")[:3]
+    if not all(part.isdecimal() for part in parts) or len(parts) < 3:
+        return False
+    major, minor, patch = map(int, parts)
+    return (major, minor, patch) >= _GOOD_FROM.get((major, minor), (3, 4, 22))
+
+
+def _is_skewed(member: _Member) -> bool:
+    return member.door.skew_s is not None and abs(member.door.skew_s) > SKEW_S_MAX
+
+
+def _skewed(member: _Member, skew_s: float | None) -> Finding:
+    assert skew_s is not None
+    way = "ahead of" if skew_s > 0 else "behind"
+    return Finding(
+        check="etcd.clock",
+        grade=Grade.WARNING,
+        says=f"the clock of {member.address} is {abs(skew_s):g} s {way} this machine's",
+        mend="Let both hosts follow the same source of time: chrony.",
+        facts={"address": member.address, "skew_s": skew_s},
+    )
+
+
+def _together(members: list[_Member]) -> list[Finding]:
+    clusters = {member.cluster_id for member in members} - {None}
+    if len(clusters) < 2:
+        return []
+    return [
+        Finding(
+            check="etcd.clusters",
+            grade=Grade.FAILED,
+            says=f"--etcd names members of {len(clusters)} different clusters: workers would not "
+            "find each other",
+            mend="Name members of one cluster only: `etcdctl member list` shows them.",
+            facts={"addresses": [member.address for member in members]},
+        )
+    ]
+
+
+async def _write(client: EtcdClient, key: bytes, prefix: str) -> Finding:
+    """Does what a worker does when it comes and goes, below another name."""
+    try:
+        lease = await client.grant(TTL_S)
+        try:
+            took_ms = []
+            for number in range(NUM_WRITES):
+                begun_s = now_s()
+                await client.put(key, str(number).encode(), lease=lease)
+                took_ms.append((now_s() - begun_s) * 1e3)
+            found = await client.get(key)
+            num_deleted = await client.delete(KeyRange(key))
+        finally:
+            await client.revoke(lease, deadline=Deadline.after(PROBE_TIMEOUT_S))
+    except PermissionDenied as error:
+        return await _may_not_write(client, key, prefix, error)
+    except NeuronDiError as error:
+        return Finding(
+            check="etcd.write",
+            grade=Grade.FAILED,
+            says=f"a worker could not announce itself below {prefix}: {error.message}",
+            mend=_mend_of(error),
+        )
+    if found is None or found.value != str(NUM_WRITES - 1).encode() or num_deleted != 1:
+        return Finding(
+            check="etcd.write",
+            grade=Grade.FAILED,
+            says=f"a key that was written below {prefix} was not there when it was read",
+            mend="Look what deletes keys there, and whether all members are of one cluster.",
+        )
+    write_ms = statistics.median(took_ms)
+    return Finding(
+        check="etcd.write",
+        grade=Grade.OK,
+        says=f"a key below {prefix} was written under a lease, read and deleted; a write took "
+        f"{write_ms:.1f} ms",
+        facts={"write_ms": round(write_ms, 3), "write_ms_most": round(max(took_ms), 3)},
+    )
+
+
+async def _may_not_write(
+    client: EtcdClient, key: bytes, prefix: str, error: NeuronDiError
+) -> Finding:
+    try:
+        await client.get(key)
+    except NeuronDiError:
+        return Finding(
+            check="etcd.write",
+            grade=Grade.FAILED,
+            says=f"our user may neither read nor write below {prefix}/",
+            mend=_mend_of(error),
+        )
+    return Finding(
+        check="etcd.write",
+        grade=Grade.WARNING,
+        says=f"our user may read below {prefix}/ and not write: enough for a proxy, not for a "
+        "worker",
+        mend="Run the doctor as a worker's user too, or grant readwrite: "
+        "examples/certificates/make_users.sh.",
+    )

@@ -1,0 +1,50 @@
+"""What a check found: one sentence, how bad it is, and what to do about it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+_CHECK = re.compile(r"[a-z]+(\.[a-z0-9_]+)+")
+
+Fact = str | int | float | bool | None | list[Any] | dict[str, Any]
+
+
+class Grade(StrEnum):
+    """How a finding is to be taken."""
+
+    OK = "ok"
+    NOTE = "note"  # a fact that is neither good nor bad by itself
+    WARNING = "warning"  # the server starts, and something will be slower or weaker than it could
+    FAILED = "failed"  # the server, or what was asked to be checked, will not work
+    SKIPPED = "skipped"  # not looked at, and `says` tells why
+
+    @property
+    def needs_mend(self) -> bool:
+        return self in (Grade.WARNING, Grade.FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that a check found on a machine.
+
+    `check` is a stable name, the group before the dot, as in `host.memory`. `says` and `mend` are
+    a sentence each, without the grade's word; `mend` is there for each warning and each failure.
+    `facts` holds the numbers behind the sentence, as JSON has them, with units in their names.
+    """
+
+    check: str
+    grade: Grade
+    says: str
+    mend: str = ""
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert _CHECK.fullmatch(self.check), self.check
+        assert self.says, self.check
+        assert self.mend or not self.grade.needs_mend, f"{self.check} says no mend"
+
+    @property
+    def group(self) -> str:
+        return self.check.partition(".")[0]

@@ -1,0 +1,245 @@
+"""The host itself: system, cores, memory, limits and room on disks, whatever it computes with."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from neuron_di.doctor.amounts import counted, in_bytes
+from neuron_di.doctor.control_group import core_quota, memory_limit
+from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.limits import Limit, limit_of
+from neuron_di.doctor.machine import Machine, Room
+from neuron_di.doctor.options import DoctorOptions
+
+MEMORY_BYTES_MIN = 1 << 30  # torch and a small model, in two workers
+DISK_BYTES_MIN = 1 << 30
+SHARED_BYTES_MIN = 256 << 20
+DESCRIPTORS_MIN = 4096 + 256  # a proxy's --connections-max by default, and what else it has open
+_CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK, in linux/capability.h
+
+
+def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
+    """Of everything one finding, OK where nothing is wrong."""
+    yield _system(machine)
+    yield _cores(machine)
+    yield _memory(machine)
+    yield _descriptors(machine)
+    yield _locked_memory(machine)
+    yield _shared_memory(machine)
+    yield _huge_pages(machine)
+    yield from _disks(machine)
+
+
+def _system(machine: Machine) -> Finding:
+    text = machine.read("/etc/os-release") or ""
+    named = re.search(r'^PRETTY_NAME="?([^"\n]+)"?$', text, re.MULTILINE)
+    name = named[1] if named else "a system without a name"
+    kernel = machine.read("/proc/sys/kernel/osrelease")
+    facts: dict[str, Fact] = {"name": name, "kernel": kernel or ""}
+    if kernel is None:
+        return Finding(
+            check="host.system",
+            grade=Grade.FAILED,
+            says=f"{name} shows no Linux kernel in /proc",
+            mend="Use Linux, with /proc mounted: workers map each other's memory through it.",
+            facts=facts,
+        )
+    return Finding(check="host.system", grade=Grade.OK, says=f"{name}, Linux {kernel}", facts=facts)
+
+
+def _cores(machine: Machine) -> Finding:
+    allowed = _in_ranges(_status(machine, "Cpus_allowed_list"))
+    online = _in_ranges(machine.read("/sys/devices/system/cpu/online") or "") or allowed
+    quota = core_quota(machine)
+    facts: dict[str, Fact] = {"num_online": online, "num_allowed": allowed, "quota": quota}
+    if quota is not None and quota < allowed:
+        return Finding(
+            check="host.cores",
+            grade=Grade.WARNING,
+            says=f"{counted(allowed, 'core')} may be used, but a control group gives time of "
+            f"{quota:g} only: workers start a thread for each core, and all of them stand still "
+            "when the time is used up",
+            mend=f"Raise the container's CPU limit, or give --threads so that all workers together "
+            f"have {max(1, int(quota))}.",
+            facts=facts,
+        )
+    if allowed < online:
+        return Finding(
+            check="host.cores",
+            grade=Grade.NOTE,
+            says=f"{allowed} of {counted(online, 'core')} may be used; `neuron-di worker` counts "
+            "all of them where it is not given --threads",
+            facts=facts,
+        )
+    return Finding(
+        check="host.cores",
+        grade=Grade.OK,
+        says=f"{counted(allowed, 'core')} may be used",
+        facts=facts,
+    )
+
+
+def _memory(machine: Machine) -> Finding:
+    meminfo = machine.read("/proc/meminfo") or ""
+    total_bytes, available_bytes = _kib(meminfo, "MemTotal"), _kib(meminfo, "MemAvailable")
+    limit_bytes = memory_limit(machine)
+    words = f"{in_bytes(available_bytes)} of {in_bytes(total_bytes)} memory are available"
+    if limit_bytes is not None and limit_bytes < total_bytes:
+        words += f"; a control group limits what is here to {in_bytes(limit_bytes)}"
+        available_bytes = min(available_bytes, limit_bytes)
+    facts: dict[str, Fact] = {
+        "total_bytes": total_bytes,
+        "available_bytes": available_bytes,
+        "limit_bytes": limit_bytes,
+    }
+    if available_bytes < MEMORY_BYTES_MIN:
+        return Finding(
+            check="host.memory",
+            grade=Grade.WARNING,
+            says=words,
+            mend="Free some memory: two workers need 1 GiB before they have a model.",
+            facts=facts,
+        )
+    return Finding(check="host.memory", grade=Grade.OK, says=words, facts=facts)
+
+
+def _descriptors(machine: Machine) -> Finding:
+    limit = limit_of(machine, "Max open files") or Limit(soft=None, hard=None)
+    facts: dict[str, Fact] = {"soft": limit.soft, "hard": limit.hard}
+    if limit.hard is not None and limit.hard < DESCRIPTORS_MIN:
+        return Finding(
+            check="host.descriptors",
+            grade=Grade.WARNING,
+            says=f"a process may have {limit.hard:,} files and sockets open, and a proxy takes "
+            "4,096 connections unless --connections-max says otherwise",
+            mend="Raise the hard limit nofile (LimitNOFILE= of a systemd unit), or lower "
+            "--connections-max; the soft limit is raised by the server itself.",
+            facts=facts,
+        )
+    most = "any number of" if limit.hard is None else f"{limit.hard:,}"
+    return Finding(
+        check="host.descriptors",
+        grade=Grade.OK,
+        says=f"a process may have {most} files and sockets open",
+        facts=facts,
+    )
+
+
+def _locked_memory(machine: Machine) -> Finding:
+    limit = limit_of(machine, "Max locked memory") or Limit(soft=None, hard=None)
+    adapters = machine.names("/sys/class/infiniband/*")
+    is_exempt = bool(int(_status(machine, "CapEff") or "0", 16) & _CAN_LOCK_MEMORY)
+    facts: dict[str, Fact] = {
+        "soft_bytes": limit.soft,
+        "is_exempt": is_exempt,
+        "num_rdma_adapters": len(adapters),
+    }
+    words = "any amount of memory may be locked"
+    if limit.soft is not None and not is_exempt:
+        words = f"{in_bytes(limit.soft)} of memory may be locked"
+    if limit.soft is not None and not is_exempt and adapters:
+        return Finding(
+            check="host.locked_memory",
+            grade=Grade.WARNING,
+            says=f"{words}, and memory that an RDMA adapter such as EFA moves counts as locked",
+            mend="Set the limit memlock to unlimited for this user (LimitMEMLOCK=infinity of a "
+            "systemd unit, --ulimit memlock=-1 of a container), and log in anew.",
+            facts=facts,
+        )
+    return Finding(check="host.locked_memory", grade=Grade.OK, says=words, facts=facts)
+
+
+def _shared_memory(machine: Machine) -> Finding:
+    room = machine.room("/dev/shm")  # noqa: S108 - to be looked at
+    if room is None:
+        return Finding(
+            check="host.shared_memory",
+            grade=Grade.NOTE,
+            says="there is no /dev/shm; neuron-di needs none, libraries such as NIXL's UCX may",
+            facts={"num_bytes": 0},
+        )
+    facts: dict[str, Fact] = {"num_bytes": room.num_bytes, "free_bytes": room.free_bytes}
+    words = f"{in_bytes(room.free_bytes)} of {in_bytes(room.num_bytes)} are free in /dev/shm"
+    if room.free_bytes < SHARED_BYTES_MIN:
+        words += "; neuron-di needs none of it, libraries such as NIXL's UCX may"
+        return Finding(check="host.shared_memory", grade=Grade.NOTE, says=words, facts=facts)
+    return Finding(check="host.shared_memory", grade=Grade.OK, says=words, facts=facts)
+
+
+def _huge_pages(machine: Machine) -> Finding:
+    meminfo = machine.read("/proc/meminfo") or ""
+    num_pages, num_free = _number(meminfo, "HugePages_Total"), _number(meminfo, "HugePages_Free")
+    page_bytes = _kib(meminfo, "Hugepagesize")
+    transparent = machine.read("/sys/kernel/mm/transparent_hugepage/enabled") or ""
+    chosen = re.search(r"\[(\w+)\]", transparent)
+    facts: dict[str, Fact] = {
+        "num_pages": num_pages,
+        "num_free": num_free,
+        "page_bytes": page_bytes,
+        "transparent": chosen[1] if chosen else "",
+    }
+    words = f"{counted(num_pages, 'huge page')} of {in_bytes(page_bytes)} reserved, {num_free} free"
+    if num_pages == 0:
+        words = "no huge pages are reserved"
+        if machine.names("/sys/class/infiniband/*"):
+            words += "; libfabric's EFA provider then takes small ones, of which an adapter can "
+            words += "register fewer bytes (EFA's installer reserves some)"
+            return Finding(check="host.huge_pages", grade=Grade.NOTE, says=words, facts=facts)
+        words += ", and nothing here needs any"
+    return Finding(check="host.huge_pages", grade=Grade.OK, says=words, facts=facts)
+
+
+def _disks(machine: Machine) -> Iterator[Finding]:
+    environment = machine.environment
+    temporary = environment.get("TMPDIR") or tempfile.gettempdir()
+    cache = environment.get("XDG_CACHE_HOME") or environment.get("HOME") or "/"
+    if machine.room(temporary) is None:
+        yield Finding(
+            check="host.disk.temporary",
+            grade=Grade.WARNING,
+            says="the folder that TMPDIR names is not there",
+            mend="Make it, or unset TMPDIR.",
+        )
+    else:
+        yield _disk(machine, "temporary", "temporary files", temporary, "TMPDIR")
+    words = "the user's cache, of models and what is compiled,"
+    yield _disk(machine, "cache", words, cache, "XDG_CACHE_HOME")
+
+
+def _disk(machine: Machine, name: str, words: str, path: str, variable: str) -> Finding:
+    """Of a folder, which may still have to be made."""
+    folders = (PurePosixPath(path), *PurePosixPath(path).parents)
+    rooms = (machine.room(str(folder)) for folder in folders)
+    room = next((room for room in rooms if room is not None), Room(num_bytes=0, free_bytes=0))
+    facts: dict[str, Fact] = {"free_bytes": room.free_bytes, "num_bytes": room.num_bytes}
+    says = f"{in_bytes(room.free_bytes)} are free on the disk for {words}".rstrip(",")
+    if room.free_bytes < DISK_BYTES_MIN:
+        return Finding(
+            check=f"host.disk.{name}",
+            grade=Grade.WARNING,
+            says=says,
+            mend=f"Free some room, or name a folder on a larger disk with {variable}.",
+            facts=facts,
+        )
+    return Finding(check=f"host.disk.{name}", grade=Grade.OK, says=says, facts=facts)
+
+
+def _status(machine: Machine, name: str) -> str:
+    found = re.search(rf"^{name}:\s*(\S+)$", machine.read("/proc/self/status") or "", re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _in_ranges(text: str) -> int:
+    """How many numbers `0-3,6` stands for."""
+    parts = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return sum(int(last or first) - int(first) + 1 for first, last in parts)
+
+
+def _number(meminfo: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+)", meminfo, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _kib(meminfo: str, name: str) -> int:
+    return _number(meminfo, name) << 10

@@ -1,0 +1,209 @@
+"""The variables that the Neuron runtime and libfabric read: what is set, and what it does.
+
+Sources: AWS's guide to the runtime's configuration, its header of send and receive, its
+disaggregated inference tutorials; libfabric's manual of the EFA provider.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from neuron_di.config import DoctorOptions
+from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.neuron_asked import expects_neuron
+from neuron_di.doctor.neuron_instances import INSTANCES
+from neuron_di.doctor.pci import instance_type
+from neuron_di.errors import ConfigError
+from neuron_di.neuron_cores import (
+    LOGICAL_CORES,
+    NUM_CORES,
+    SHARED_MEMORY_OF_EFA,
+    VISIBLE_CORES,
+    parse_cores,
+)
+from neuron_di_bindings.nrt import ENABLED_VARIABLE, PORT_VARIABLE
+
+ROOT_COMM = "NEURON_RT_ROOT_COMM_ID"
+_TIMEOUT = "NEURON_RT_EXEC_TIMEOUT"
+_LOG_LEVEL = "NEURON_RT_LOG_LEVEL"
+_LOG_LEVELS = ("QUIET", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE")
+_ASYNC = "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"
+_EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
+_RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
+_PORT_MAX = 65_535
+_DEFAULTS = {ENABLED_VARIABLE: "1", PORT_VARIABLE: "45645", SHARED_MEMORY_OF_EFA: "0"}
+
+
+def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
+    """Cores, send and receive, timeouts and logs, libfabric."""
+    if not expects_neuron(machine, options):
+        return
+    environment = machine.environment
+    yield from _cores(machine)
+    yield from _send_receive(machine, is_wanted="nrt" in options.kv_transfer.transfer)
+    yield from _runtime(environment)
+    yield from _libfabric(environment)
+
+
+def _cores(machine: Machine) -> Iterator[Finding]:
+    environment = machine.environment
+    visible, wanted = environment.get(VISIBLE_CORES), environment.get(NUM_CORES)
+    row = INSTANCES.get(instance_type(machine))
+    logical = environment.get(LOGICAL_CORES, "")
+    if visible:
+        try:
+            cores = parse_cores(visible)
+        except ConfigError as error:
+            yield _wrong("neuron.visible_cores", error.message, "Write 0-15, 3, or a list of both.")
+        else:
+            yield Finding(
+                check="neuron.visible_cores",
+                grade=Grade.NOTE,
+                says=f"{VISIBLE_CORES}={visible}: {len(cores)} cores may be used",
+                facts={"cores": list(cores)},
+            )
+    if wanted and not wanted.isdecimal():
+        yield _wrong("neuron.num_cores", f"{NUM_CORES}={wanted} is no number of cores", "Write 8.")
+    elif wanted and visible:
+        yield Finding(
+            check="neuron.num_cores",
+            grade=Grade.NOTE,
+            says=f"{NUM_CORES} does nothing beside {VISIBLE_CORES}",
+        )
+    if logical and logical not in ("1", "2"):
+        yield _wrong(
+            "neuron.logical_cores",
+            f"{LOGICAL_CORES}={logical}, and a logical core is 1 or 2 physical ones",
+            f"Unset {LOGICAL_CORES}, or set what the model is compiled for.",
+        )
+    elif logical and row is not None and int(logical) != row.logical_default:
+        is_possible = row.logical_default > 1
+        yield Finding(
+            check="neuron.logical_cores",
+            grade=Grade.NOTE if is_possible else Grade.WARNING,
+            says=f"{LOGICAL_CORES}={logical}, and {row.name} has {row.logical_default} by default: "
+            "models are compiled for one of them",
+            mend="Set the same for compile, serve and worker."
+            if is_possible
+            else f"Unset {LOGICAL_CORES}: cores of {row.family} are not joined.",
+        )
+
+
+def _send_receive(machine: Machine, *, is_wanted: bool) -> Iterator[Finding]:
+    """The gate, the port at which processes meet, and libfabric's shared memory."""
+    environment = machine.environment
+    if unset := [name for name in _DEFAULTS if name not in environment]:
+        exports = " ".join(f"{name}={_DEFAULTS[name]}" for name in unset)
+        yield Finding(
+            check="neuron.unset",
+            grade=Grade.NOTE,
+            says=f"not set: {', '.join(unset)}",
+            mend="`serve` sets them for its workers. For a `worker` that is started by hand: "
+            f"export {exports}.",
+            facts={"unset": list(unset)},
+        )
+    gate = environment.get(ENABLED_VARIABLE, "1")
+    if gate != "1":
+        yield Finding(
+            check="neuron.send_receive_gate",
+            grade=Grade.FAILED if is_wanted else Grade.WARNING,
+            says=f"{ENABLED_VARIABLE}={gate} turns send and receive between devices off: KV moves "
+            "by way of the host",
+            mend=f"Unset it for `serve`, or set it to 1: export {ENABLED_VARIABLE}=1.",
+        )
+    yield from _port(machine)
+    shared = environment.get(SHARED_MEMORY_OF_EFA, "0")
+    if shared.lower() not in ("0", "no", "off", "false"):
+        yield Finding(
+            check="neuron.efa_shared_memory",
+            grade=Grade.WARNING,
+            says=f"with {SHARED_MEMORY_OF_EFA}={shared} what goes from device to device of one "
+            "host may arrive wrong",
+            mend=f"export {SHARED_MEMORY_OF_EFA}=0. `serve` does so for its workers, whatever it "
+            "was.",
+        )
+    if (root := environment.get(ROOT_COMM)) and not root.rpartition(":")[2].isdecimal():
+        yield _doubtful("neuron.root_comm", f"{ROOT_COMM} is no IP:PORT", "Write 10.1.0.5:62182.")
+
+
+def _port(machine: Machine) -> Iterator[Finding]:
+    port = machine.environment.get(PORT_VARIABLE, _DEFAULTS[PORT_VARIABLE])
+    if not port.isdecimal() or not 0 < int(port) <= _PORT_MAX:
+        yield _wrong(
+            "neuron.bootstrap_port",
+            f"{PORT_VARIABLE}={port} is no TCP port",
+            f"export {PORT_VARIABLE}=45645, the same for all workers on all hosts.",
+        )
+        return
+    limits = (machine.read(_EPHEMERAL) or "").split()
+    if len(limits) == 2 and all(word.isdecimal() for word in limits):
+        first, last = map(int, limits)
+        if first <= int(port) <= last and not _is_reserved(machine, int(port)):
+            yield Finding(
+                check="neuron.bootstrap_port",
+                grade=Grade.NOTE,
+                says=f"the kernel may give port {port}, at which workers' devices meet, to any "
+                "outgoing connection",
+                mend=f"Reserve it: sudo sysctl -w net.ipv4.ip_local_reserved_ports={port}.",
+                facts={"port": int(port), "first": first, "last": last},
+            )
+
+
+def _is_reserved(machine: Machine, port: int) -> bool:
+    for part in (machine.read(_RESERVED) or "").split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and int(first) <= port <= int(last if last.isdecimal() else first):
+            return True
+    return False
+
+
+def _runtime(environment: Mapping[str, str]) -> Iterator[Finding]:
+    timeout, level = environment.get(_TIMEOUT), environment.get(_LOG_LEVEL)
+    if timeout and not timeout.isdecimal():
+        yield _doubtful(
+            "neuron.exec_timeout",
+            f"{_TIMEOUT}={timeout} is no number of seconds",
+            f"export {_TIMEOUT}=600 for very long contexts, or unset it: 30 s.",
+        )
+    if level and level.upper() not in _LOG_LEVELS:
+        yield _doubtful(
+            "neuron.log_level",
+            f"{_LOG_LEVEL}={level} is none of {', '.join(_LOG_LEVELS)}",
+            f"export {_LOG_LEVEL}=INFO to see what the runtime does, or unset it.",
+        )
+    if environment.get(_ASYNC) not in (None, "", "0"):
+        yield _doubtful(
+            "neuron.async_exec",
+            f"{_ASYNC} lets steps run on after their call, and SDK 2.32 has no such mode any more",
+            f"Unset {_ASYNC}: AWS's connector wanted it, and this server does not.",
+        )
+
+
+def _libfabric(environment: Mapping[str, str]) -> Iterator[Finding]:
+    provider = environment.get("FI_PROVIDER")
+    if provider and "efa" not in provider.split(","):
+        yield _doubtful(
+            "neuron.fi_provider",
+            f"FI_PROVIDER={provider} keeps libfabric from EFA",
+            "Unset FI_PROVIDER, or set it to efa.",
+        )
+    if environment.get("FI_EFA_USE_DEVICE_RDMA") == "0":
+        yield _doubtful(
+            "neuron.fi_rdma",
+            "FI_EFA_USE_DEVICE_RDMA=0 keeps EFA from device memory",
+            "Unset FI_EFA_USE_DEVICE_RDMA, or set it to 1.",
+        )
+    if environment.get("FI_HMEM_DISABLE_P2P", "0").lower() in ("1", "yes", "on", "true"):
+        yield _doubtful(
+            "neuron.fi_p2p",
+            "FI_HMEM_DISABLE_P2P keeps EFA from device memory, which libfabric reaches in no other "
+            "way",
+            "Unset FI_HMEM_DISABLE_P2P.",
+        )
+
+
+def _wrong(check: str, says: str, mend: str) -> Finding:
+    return Finding(check=check, grade=Grade.FAILED, says=says, mend=mend)
+
+
+def _doubtful(check: str, says: str, mend: str) -> Finding:
+    return Finding(check=check, grade=Grade.WARNING, says=says, mend=mend)

@@ -1,0 +1,157 @@
+"""Whether the addresses that the server will listen on are free."""
+
+import errno
+import re
+import socket
+from collections.abc import Iterator
+
+from neuron_di.config.value import split_address
+from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.listeners import Listener, listener_on
+from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.options import DoctorOptions
+from neuron_di.doctor.resolve import Unresolved, resolve
+
+_BOOTSTRAP = "NEURON_RT_ASYNC_SENDRECV_BOOTSTRAP_PORT"
+_BOOTSTRAP_DEFAULT = "45645"  # as `neuron-di serve` sets it
+_OUTGOING = "/proc/sys/net/ipv4/ip_local_port_range"
+_RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
+
+
+def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
+    """One finding for each address, and one for those that something else may take first."""
+    wanted = _wanted(options)
+    for (host, port), purpose in wanted.items():
+        yield _tried(machine, host, port, purpose)
+    if not wanted:
+        yield Finding(
+            check="ports.listen",
+            grade=Grade.OK,
+            says="all ports are 0: each process takes any free one",
+        )
+    ports = {port: purpose for (_, port), purpose in wanted.items()}
+    if machine.names("/dev/neuron[0-9]*"):
+        text = machine.environment.get(_BOOTSTRAP, _BOOTSTRAP_DEFAULT)
+        if text.isdecimal() and 0 < int(text) < 1 << 16:
+            yield from _bootstrap(machine, int(text))
+    yield from _outgoing(machine, ports)
+
+
+def _wanted(options: DoctorOptions) -> dict[tuple[str, int], str]:
+    """What for, by address. An address that is named twice stands for the first purpose."""
+    transfer = options.kv_transfer
+    named = [
+        ((options.host, options.port), "--port"),
+        ((options.host, options.signal_port), "--signal-port"),
+        ((transfer.transfer_host or options.host, transfer.transfer_port), "--transfer-port"),
+        ((options.host, transfer.nrt_control_port), "--nrt-control-port"),
+        *((split_address(text), "--listen") for text in options.listen),
+    ]
+    wanted: dict[tuple[str, int], str] = {}
+    for address, purpose in named:
+        if address[1] != 0:
+            wanted.setdefault(address, purpose)
+    return wanted
+
+
+def _tried(machine: Machine, host: str, port: int, purpose: str) -> Finding:
+    """Listens there for a moment, as a server does."""
+    facts: dict[str, Fact] = {"host": host, "port": port, "for": purpose}
+    where = f"port {port} of {host} ({purpose})"
+    try:
+        family, address = resolve(host)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((address, port))
+            sock.listen(1)
+    except Unresolved as error:
+        return Finding(
+            check="ports.listen",
+            grade=Grade.FAILED,
+            says=f"nothing can listen on {where}: {error}",
+            mend="Name one of this machine's IP addresses.",
+            facts=facts,
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return _taken(machine, port, where, purpose, facts)
+        return _refused(error, where, facts)
+    return Finding(check="ports.listen", grade=Grade.OK, says=f"{where} is free", facts=facts)
+
+
+def _taken(
+    machine: Machine, port: int, where: str, purpose: str, facts: dict[str, Fact]
+) -> Finding:
+    listener = listener_on(machine, port) or Listener()
+    facts |= {"pid": listener.pid, "is_ours": listener.is_ours}
+    if listener.is_ours:
+        return Finding(
+            check="ports.listen",
+            grade=Grade.NOTE,
+            says=f"{where} is taken by a neuron-di that runs here already, pid {listener.pid}",
+            facts=facts,
+        )
+    end = "end that process" if listener.pid is None else f"end pid {listener.pid}"
+    return Finding(
+        check="ports.listen",
+        grade=Grade.FAILED,
+        says=f"{where} is taken by {listener}",
+        mend=f"Give another one with {purpose}, or {end}.",
+        facts=facts,
+    )
+
+
+def _refused(error: OSError, where: str, facts: dict[str, Fact]) -> Finding:
+    mend = "Correct the address: --host is where the server listens."
+    words = f"nothing can listen on {where}: {error.strerror}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        words = f"nothing can listen on {where}: that address is not this machine's"
+        mend = "Give one that `ip address` shows, or 0.0.0.0 for all of them."
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        mend = "Give a port of 1024 or above: those below are for root."
+    return Finding(check="ports.listen", grade=Grade.FAILED, says=words, mend=mend, facts=facts)
+
+
+def _bootstrap(machine: Machine, port: int) -> Iterator[Finding]:
+    """All workers of a host share it, so one of ours may have it."""
+    listener = listener_on(machine, port)
+    where = f"port {port}, on which the Neuron runtime meets other workers' ({_BOOTSTRAP}),"
+    facts: dict[str, Fact] = {"port": port}
+    if listener is None or listener.is_ours:
+        state = "is free" if listener is None else f"is neuron-di's, pid {listener.pid}"
+        yield Finding(check="ports.bootstrap", grade=Grade.OK, says=f"{where} {state}", facts=facts)
+    else:
+        yield Finding(
+            check="ports.bootstrap",
+            grade=Grade.WARNING,
+            says=f"{where} is taken by {listener}",
+            mend=f"End it if it is no Neuron worker, or set {_BOOTSTRAP} to another port, the same "
+            "for all workers of all hosts.",
+            facts=facts,
+        )
+
+
+def _outgoing(machine: Machine, ports: dict[int, str]) -> Iterator[Finding]:
+    """An outgoing connection takes any port of a range, unless it is reserved."""
+    bounds = (machine.read(_OUTGOING) or "").split()
+    if len(bounds) != 2:
+        return
+    first, last = map(int, bounds)
+    reserved = {
+        number
+        for low, high in re.findall(r"(\d+)(?:-(\d+))?", machine.read(_RESERVED) or "")
+        for number in range(int(low), int(high or low) + 1)
+    }
+    exposed = sorted(port for port in ports if first <= port <= last and port not in reserved)
+    if exposed:
+        names = ", ".join(f"{port} ({ports[port]})" for port in exposed)
+        text = ",".join(map(str, exposed))
+        yield Finding(
+            check="ports.outgoing",
+            grade=Grade.NOTE,
+            says=f"an outgoing connection may by chance have taken one of these before a server "
+            f"starts: {names}",
+            mend=f"Reserve them, in addition to those that are: sysctl -w "
+            f"net.ipv4.ip_local_reserved_ports={text}; or take ports outside {first}-{last}.",
+            facts={"ports": list(exposed), "first": first, "last": last},
+        )

@@ -1,0 +1,232 @@
+"""What the doctor says of etcd: real members, plain, with TLS, with users, gone and frozen."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_kit import DEADLINE_S, PASSWORD, Etcd, certificates, require_etcd, running_etcd
+
+from neuron_di.doctor.etcd_door import _skew_s
+from neuron_di.doctor.etcd_probe import _is_good
+from neuron_di.etcd.client import EtcdClient
+
+Findings = list[dict[str, Any]]
+
+
+async def doctor(*flags: str, code: int, **environ: str) -> Findings:
+    """What `neuron-di doctor --only etcd` finds, and that it ends with this code."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "neuron_di", "doctor", "--only", "etcd", "--json", *flags,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | environ,
+    )  # fmt: skip
+    async with asyncio.timeout(DEADLINE_S):
+        stdout, stderr = await process.communicate()
+    assert process.returncode == code, (stdout.decode(), stderr.decode())
+    found: Findings = json.loads(stdout)["findings"]
+    return found
+
+
+async def wait_for_no_leader(etcd: Etcd) -> None:
+    async with asyncio.timeout(DEADLINE_S), EtcdClient(etcd.addresses[:1]) as client:
+        while True:
+            if "no leader" in " ".join((await client.status()).errors):
+                return
+            await asyncio.sleep(0.1)
+
+
+def names(findings: Findings) -> list[str]:
+    return [f"{each['check']} {each['grade']}" for each in findings]
+
+
+def tls_flags(user: str | None = "worker") -> list[str]:
+    pem = certificates()
+    flags = ["--etcd-ca", pem.path("ca.pem")]
+    if user is not None:
+        flags += ["--etcd-cert", pem.path(f"{user}.pem"), "--etcd-key", pem.path(f"{user}.key")]
+    return flags
+
+
+async def test_without_etcd_nothing_is_looked_at() -> None:
+    assert names(await doctor(code=0)) == ["etcd.member skipped"]
+
+
+async def test_members_are_told_one_by_one_and_a_write_leaves_nothing() -> None:
+    async with running_etcd(num_members=3) as etcd:
+        addresses = ",".join(etcd.addresses)
+        findings = await doctor("--etcd", addresses, "--etcd-prefix", "/some/where", code=0)
+        assert names(findings) == ["etcd.member ok"] * 3 + ["etcd.write ok"]
+        assert [each["facts"]["address"] for each in findings[:3]] == etcd.addresses
+        assert abs(findings[0]["facts"]["skew_s"]) <= 1
+        assert findings[3]["says"].startswith("a key below /some/where was written")
+        assert findings[3]["facts"]["write_ms"] > 0
+        assert etcd.ctl("get", "", "--prefix", "--keys-only").strip() == ""
+        assert etcd.ctl("lease", "list").split() == ["found", "0", "leases"]
+
+
+async def test_a_member_that_is_gone_fails_and_the_others_are_used() -> None:
+    async with running_etcd(num_members=3) as etcd:
+        etcd.members[1].kill()
+        findings = await doctor("--etcd", ",".join(etcd.addresses), code=1)
+        assert names(findings) == [
+            "etcd.member ok",
+            "etcd.member failed",
+            "etcd.member ok",
+            "etcd.write ok",
+        ]
+        assert "nothing listens on that port" in findings[1]["says"]
+        assert findings[1]["mend"].startswith("Start etcd")
+
+
+async def test_most_members_gone_takes_no_writes() -> None:
+    async with running_etcd(num_members=3) as etcd:
+        for member in etcd.members[1:]:
+            member.kill()
+        await wait_for_no_leader(etcd)
+        *_, alone, write = await doctor("--etcd", etcd.addresses[0], code=1)
+        assert names([alone, write]) == ["etcd.member failed", "etcd.write failed"]
+
+
+async def test_a_frozen_etcd_is_given_up() -> None:
+    async with running_etcd() as etcd:
+        etcd.members[0].freeze()
+        try:
+            findings = await doctor("--etcd", etcd.addresses[0], code=1)
+        finally:
+            etcd.members[0].thaw()
+        assert names(findings) == ["etcd.member failed"]
+        assert findings[0]["mend"]
+
+
+async def test_two_clusters_are_no_cluster() -> None:
+    async with running_etcd() as one, running_etcd() as other:
+        findings = await doctor("--etcd", f"{one.addresses[0]},{other.addresses[0]}", code=1)
+        assert "etcd.clusters failed" in names(findings)
+
+
+async def test_tls_is_said_by_what_is_wrong_with_it() -> None:
+    async with running_etcd(tls=True) as etcd:
+        (port,) = (member.port for member in etcd.members)
+        address = etcd.addresses[0]
+        well = await doctor("--etcd", address, *tls_flags(), code=0)
+        assert names(well) == ["etcd.member ok", "etcd.write ok"]
+        stranger = certificates().path("stranger.pem")
+        for flags, words in (
+            (["--etcd", address], "as etcd is without TLS where it asks for it"),
+            (["--etcd", address, *tls_flags(None)], "it refuses our certificate"),
+            (["--etcd", address, "--etcd-ca", stranger], "its certificate is refused"),
+            (["--etcd", f"127.0.0.2:{port}", *tls_flags()], "nothing listens"),
+        ):
+            findings = await doctor(*flags, code=1)
+            assert names(findings) == ["etcd.member failed"], flags
+            assert words in findings[0]["says"]
+
+
+async def test_a_certificate_for_another_name_is_said_to_be() -> None:
+    async with running_etcd(tls=True) as etcd:
+        address = f"127.1:{etcd.members[0].port}"  # the same host, as its certificate does not say
+        (finding,) = await doctor("--etcd", address, *tls_flags(), code=1)
+        assert "its certificate is refused: hostname mismatch" in finding["says"]
+        assert "have one made for 127.1" in finding["mend"]
+
+
+async def test_an_etcd_without_tls_is_said_to_be() -> None:
+    async with running_etcd() as etcd:
+        findings = await doctor("--etcd", etcd.addresses[0], *tls_flags(None), code=1)
+        assert names(findings) == ["etcd.member failed"]
+        assert "hangs up on TLS" in findings[0]["says"]
+
+
+async def test_users_and_what_they_may(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text(PASSWORD)
+    password.chmod(0o600)
+    async with running_etcd() as etcd:
+        etcd.enable_users()
+        etcd.ctl("role", "add", "reader")
+        etcd.ctl("role", "grant-permission", "reader", "--prefix=true", "read", "/neuron-di/")
+        etcd.ctl("user", "add", f"proxy:{PASSWORD}")
+        etcd.ctl("user", "grant-role", "proxy", "reader")
+        flags = ["--etcd", etcd.addresses[0], "--etcd-password-file", str(password)]
+        findings = await doctor(*flags, "--etcd-user", "worker", code=0)
+        assert names(findings) == ["etcd.member ok", "etcd.write ok"]
+        findings = await doctor(*flags, "--etcd-user", "proxy", code=0)
+        assert names(findings) == ["etcd.member ok", "etcd.write warning"]
+        findings = await doctor(*flags, "--etcd-user", "nobody", code=1)
+        assert names(findings) == ["etcd.member ok", "etcd.write failed"]
+        assert "neither read nor write" in findings[1]["says"]
+        password.write_text("wrong")
+        password.chmod(0o644)
+        findings = await doctor(*flags, "--etcd-user", "worker", code=1)
+        assert names(findings)[0] == "etcd.secret warning"
+        assert "failed" in names(findings)[1]
+        assert "wrong" not in json.dumps(findings)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(b"", "it hangs up, or is silent"), (b"SSH-2.0-x\r\n", "it hangs up, or is silent")],
+)
+async def test_what_is_no_etcd_is_said_to_be(answer: bytes, words: str) -> None:
+    async def hold(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await asyncio.sleep(0)
+        writer.close()
+
+    async with await asyncio.start_server(hold, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        (finding,) = await doctor("--etcd", f"127.0.0.1:{port}", code=1)
+    assert finding["check"] == "etcd.member"
+    assert words in finding["says"]
+    assert "client port" in finding["mend"]
+
+
+async def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("no certificate")
+    ca = str(tmp_path / "ca.pem")
+    (finding,) = await doctor("--etcd", "127.0.0.1:2379", "--etcd-ca", ca, code=1)
+    assert (finding["check"], finding["says"]) == ("etcd.options", f"{ca} is not in PEM form")
+
+
+async def test_an_etcd_of_our_own_is_tried() -> None:
+    require_etcd()
+    findings = await doctor("--etcd", "auto", code=0)
+    assert names(findings) == ["etcd.program ok", "etcd.member ok", "etcd.write ok"]
+
+
+async def test_an_etcd_of_our_own_needs_the_program() -> None:
+    (finding,) = await doctor("--etcd", "auto", code=1, PATH="/nowhere")
+    assert (finding["check"], finding["grade"]) == ("etcd.program", "failed")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_good"),
+    [
+        ("3.4.21", False),
+        ("3.4.22", True),
+        ("3.5.0", False),
+        ("3.5.5", False),
+        ("3.5.6", True),
+        ("3.6.0", True),
+        ("3.3.27", False),
+        ("4.0.0", True),
+        ("3.5.6-rc.1", False),
+        ("", False),
+    ],
+)
+def test_versions_that_lose_data_are_known(version: str, is_good: bool) -> None:
+    assert _is_good(version) == is_good
+
+
+def test_a_skew_is_known_to_the_second() -> None:
+    at_s = 1_700_000_000.0  # 22:13:20
+    date = "Tue, 14 Nov 2023 22:13:20 GMT"
+    assert _skew_s(date, at_s + 0.5) == 0
+    assert _skew_s(date, at_s - 99.5) == 100
+    assert _skew_s(None, at_s) is None
+    assert _skew_s("yesterday", at_s) is None

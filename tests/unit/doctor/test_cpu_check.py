@@ -1,0 +1,50 @@
+"""What is said of what computes on the host."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from neuron_di.doctor.cpu import check
+from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.options import DoctorOptions
+from neuron_di_bindings import cpu_kernels
+
+
+def by_name() -> dict[str, Finding]:
+    return {finding.check: finding for finding in check(Machine(), DoctorOptions())}
+
+
+def test_all_that_was_built_loads() -> None:
+    findings = by_name()
+    assert findings["cpu.kernels"].facts["instruction_sets"] == list(cpu_kernels.load().isas)
+    assert findings["cpu.compiled"].facts == {"missing": []}
+    assert findings["cpu.torch"].grade is Grade.OK
+
+
+def test_what_was_not_built_is_told_with_its_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_di.doctor.cpu.EXTENSION_SUFFIXES", [".of-another-python.so"])
+    compiled = by_name()["cpu.compiled"]
+    assert compiled.grade is Grade.WARNING
+    assert "KV is copied by numpy" in compiled.says
+    assert "neuron_di_proxy._token_lane" in compiled.says
+
+
+def test_kernels_that_are_not_there_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "__file__", str(tmp_path / "cpu_kernels.py"))
+    cpu_kernels.load.cache_clear()
+    try:
+        kernels = by_name()["cpu.kernels"]
+    finally:
+        cpu_kernels.load.cache_clear()
+    assert kernels.grade is Grade.WARNING
+
+
+def test_a_torch_that_does_not_load_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    torch = by_name()["cpu.torch"]
+    assert torch.grade is Grade.FAILED
+    assert torch.says.startswith("torch does not load: ")

@@ -1,0 +1,171 @@
+"""What is said of hosts: their files make them."""
+
+from pathlib import Path
+
+import pytest
+from machine_kit import LIMITS, MEMINFO, STATUS, found, make_machine
+
+from neuron_di.doctor.control_group import core_quota, memory_limit
+from neuron_di.doctor.finding import Grade
+from neuron_di.doctor.host import check
+from neuron_di.doctor.limits import Limit, limit_of
+from neuron_di.doctor.machine import Machine
+
+ADAPTER = {"/sys/class/infiniband/rdmap0s6/node_type": "4: <unknown>\n"}
+
+
+def test_a_machine_without_troubles_is_ok_in_all_respects(tmp_path: Path) -> None:
+    findings = found(check, make_machine(tmp_path))
+    assert {each.grade for each in findings.values()} == {Grade.OK}
+    assert findings["host.system"].says == "Some Linux 7, Linux 6.8.0-1021-aws"
+    assert findings["host.cores"].facts == {"num_online": 8, "num_allowed": 8, "quota": None}
+    assert findings["host.memory"].facts["total_bytes"] == 32_000_000 << 10
+    assert findings["host.descriptors"].facts == {"soft": 1024, "hard": 1_048_576}
+
+
+def test_this_machine_is_understood() -> None:
+    findings = found(check, Machine())
+    assert findings["host.cores"].facts["num_allowed"]
+    assert findings["host.memory"].facts["available_bytes"]
+    assert findings["host.descriptors"].facts["soft"]
+    assert findings["host.disk.temporary"].facts["num_bytes"]
+
+
+def test_a_system_without_proc_is_none_of_ours(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path, {"/proc/sys/kernel/osrelease": None})
+    assert found(check, machine)["host.system"].grade is Grade.FAILED
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"/sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ({"/sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
+        (  # a unit of systemd below a slice with less
+            {
+                "/proc/self/cgroup": "0::/system.slice/neuron.service\n",
+                "/sys/fs/cgroup/system.slice/neuron.service/cpu.max": "800000 100000",
+                "/sys/fs/cgroup/system.slice/cpu.max": "300000 100000",
+            },
+            3.0,
+        ),
+        (
+            {
+                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000",
+                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            1.5,
+        ),
+        (
+            {
+                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            None,
+        ),
+        ({"/sys/fs/cgroup/cpu.max": "nonsense"}, None),
+        ({}, None),
+    ],
+)
+def test_a_quota_of_either_version_is_read(
+    tmp_path: Path, files: dict[str, str], quota: float | None
+) -> None:
+    assert core_quota(make_machine(tmp_path, files)) == quota
+
+
+def test_less_time_than_cores_is_a_trouble_and_says_how_many_threads(tmp_path: Path) -> None:
+    finding = found(check, make_machine(tmp_path, {"/sys/fs/cgroup/cpu.max": "250000 100000"}))
+    cores = finding["host.cores"]
+    assert cores.grade is Grade.WARNING
+    assert "time of 2.5 only" in cores.says
+    assert "--threads so that all workers together have 2." in cores.mend
+
+
+def test_as_much_time_as_cores_is_none(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path, {"/sys/fs/cgroup/cpu.max": "800000 100000"})
+    assert found(check, machine)["host.cores"].grade is Grade.OK
+
+
+def test_cores_that_may_not_be_used_are_told(tmp_path: Path) -> None:
+    status = STATUS.replace("0-7", "0-1,4,6-7")
+    cores = found(check, make_machine(tmp_path, {"/proc/self/status": status}))["host.cores"]
+    assert cores.grade is Grade.NOTE
+    assert cores.says.startswith("5 of 8 cores may be used")
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "limit"),
+    [
+        ("/sys/fs/cgroup/memory.max", "max", None),
+        ("/sys/fs/cgroup/memory.max", "1073741824", 1 << 30),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "536870912", 1 << 29),
+    ],
+)
+def test_a_limit_of_memory_of_either_version_is_read(
+    tmp_path: Path, path: str, text: str, limit: int | None
+) -> None:
+    assert memory_limit(make_machine(tmp_path, {path: text})) == limit
+
+
+def test_memory_that_does_not_suffice_is_a_trouble(tmp_path: Path) -> None:
+    little = MEMINFO.replace("30000000", "900000")
+    memory = found(check, make_machine(tmp_path / "a", {"/proc/meminfo": little}))["host.memory"]
+    assert memory.grade is Grade.WARNING
+    machine = make_machine(tmp_path / "b", {"/sys/fs/cgroup/memory.max": str(900 << 20)})
+    memory = found(check, machine)["host.memory"]
+    assert memory.grade is Grade.WARNING
+    assert "limits what is here to 900 MiB" in memory.says
+    machine = make_machine(tmp_path / "c", {"/sys/fs/cgroup/memory.max": str(2 << 30)})
+    assert found(check, machine)["host.memory"].grade is Grade.OK
+
+
+def test_limits_are_read_by_name(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path, {"/proc/self/limits": LIMITS.replace("8388608", "unlimited")})
+    assert limit_of(machine, "Max open files") == Limit(soft=1024, hard=1_048_576)
+    assert limit_of(machine, "Max locked memory") == Limit(soft=None, hard=None)
+    assert limit_of(machine, "Max nothing") is None
+
+
+def test_only_the_hard_limit_of_descriptors_matters(tmp_path: Path) -> None:
+    """The server raises the soft one."""
+    limits = LIMITS.replace("1048576", "4096   ")
+    few = found(check, make_machine(tmp_path, {"/proc/self/limits": limits}))["host.descriptors"]
+    assert few.grade is Grade.WARNING
+    assert "4,096 files" in few.says
+
+
+def test_locked_memory_matters_where_an_adapter_needs_it(tmp_path: Path) -> None:
+    locked = found(check, make_machine(tmp_path / "a", ADAPTER))["host.locked_memory"]
+    assert locked.grade is Grade.WARNING
+    assert locked.says.startswith("8 MiB of memory may be locked")
+    may = STATUS.replace("0000000000000000", "0000000000004000")  # CAP_IPC_LOCK
+    machine = make_machine(tmp_path / "b", ADAPTER | {"/proc/self/status": may})
+    assert found(check, machine)["host.locked_memory"].grade is Grade.OK
+    free = LIMITS.replace("8388608  ", "unlimited")
+    machine = make_machine(tmp_path / "c", ADAPTER | {"/proc/self/limits": free})
+    assert found(check, machine)["host.locked_memory"].grade is Grade.OK
+
+
+def test_huge_pages_matter_where_an_adapter_may_use_them(tmp_path: Path) -> None:
+    assert found(check, make_machine(tmp_path / "a", ADAPTER))["host.huge_pages"].grade is (
+        Grade.NOTE
+    )
+    reserved = MEMINFO.replace("Total:       0", "Total:    5128")
+    machine = make_machine(tmp_path / "b", ADAPTER | {"/proc/meminfo": reserved})
+    pages = found(check, machine)["host.huge_pages"]
+    assert pages.grade is Grade.OK
+    assert pages.says == "5,128 huge pages of 2 MiB reserved, 0 free"
+
+
+def test_no_shared_memory_is_a_note(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path, {"/dev/shm/.keep": None})
+    assert found(check, machine)["host.shared_memory"].grade is Grade.NOTE
+
+
+def test_folders_of_the_environment_are_looked_at(tmp_path: Path) -> None:
+    environment = {"TMPDIR": "/gone", "XDG_CACHE_HOME": "/var/cache/to/be/made"}
+    findings = found(check, make_machine(tmp_path, environment=environment))
+    assert findings["host.disk.temporary"].grade is Grade.WARNING
+    assert "TMPDIR" in findings["host.disk.temporary"].mend
+    assert findings["host.disk.cache"].grade is Grade.OK
+    assert findings["host.disk.cache"].facts["num_bytes"]
