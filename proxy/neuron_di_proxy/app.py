@@ -156,6 +156,7 @@ class Proxy(Quart):
         self._route("GET", "/health", self.health)
         self._route("GET", "/ping", self.health)
         self._route("GET", "/ready", self.ready)
+        self._route("GET", "/live", self.live)
         self._route("GET", "/load", self.load)
         self._route("GET", "/version", self.version)
         self._route("GET", "/status", self.status)
@@ -195,6 +196,9 @@ class Proxy(Quart):
         """Whether to send requests here. Degraded is ready."""
         is_ready = self._health().status != "unavailable"
         return _json_response({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def live(self) -> Response:
+        return _json_response({"live": True})  # with or without workers
 
     async def load(self) -> Response:
         """How many requests are being answered: for load balancers."""

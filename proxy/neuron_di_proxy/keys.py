@@ -25,7 +25,8 @@ from neuron_di_proxy.tenant import EVERYBODY, Tenant
 __all__ = ["LOOK_INTERVAL_S", "OPEN_PATHS", "OPERATOR_PATHS", "Keys", "Tenant", "authorize"]
 
 LOOK_INTERVAL_S = 1.0  # between two looks at whether the file changed
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})  # what load balancers ask, who have no key
+# What load balancers and supervisors ask, who have no key.
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/ready"})
 # They show every tenant's doings, or change what serves all of them.
 OPERATOR_PATHS = frozenset({"/metrics", "/status", "/admin/drain", "/admin/role"})
 

@@ -46,6 +46,7 @@ def openapi_document() -> _Json:
             "/detokenize": {"post": _post("The text of token ids", "Detokenize", "Text")},
             "/health": {"get": _probe("Whether requests can be served, and why not", "Health")},
             "/ready": {"get": _probe("Whether to send requests here", "Ready")},
+            "/live": {"get": _get("That the process answers, workers or not", "Live")},
             "/ping": {"get": _probe("As /health", "Health")},
             "/load": {"get": _get("How many requests are being answered", "Load")},
             "/version": {"get": _get("The server's version", "Version")},

@@ -294,6 +294,7 @@ _ANSWERS: dict[str, _Json] = {
     "Receipt": _object({"request_id": _TEXT}),
     "Health": _object({"status": {"enum": ["ok", "degraded", "unavailable"]}}),
     "Ready": _object({"ready": {"type": "boolean"}}),
+    "Live": _object({"live": {"type": "boolean"}}),
     "Load": _object({"server_load": {"type": "integer", "minimum": 0}}),
     "Version": _object({"version": _TEXT}),
     "Status": _ANY_OBJECT,

@@ -90,7 +90,7 @@ async def test_b23_every_route_needs_a_key(exposed, method, path, body):
     assert exposed.prefill.legs == []
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
+@pytest.mark.parametrize("path", ["/health", "/live", "/ping", "/ready"])
 async def test_what_a_load_balancer_asks_is_open(exposed, path):
     assert (await exposed.ask("GET", path, None))[0] == 200
 

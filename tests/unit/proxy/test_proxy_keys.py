@@ -160,7 +160,7 @@ def test_b23_only_health_is_open(path, clock):
             authorize(keys, closed, {})
         if closed not in OPERATOR_PATHS:
             assert authorize(keys, closed, headers).name == "alice"
-    assert {"/health", "/ping", "/ready"} == OPEN_PATHS
+    assert {"/health", "/live", "/ping", "/ready"} == OPEN_PATHS
 
 
 def test_what_shows_all_tenants_is_for_operators(path, clock):
