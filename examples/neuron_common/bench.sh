@@ -1,0 +1,51 @@
+# shellcheck shell=bash
+# Step 6. One host: a prefill and a decode worker beside one worker that does both, on as many
+# cores, at one time, in turns. Several hosts: what the proxy serves.
+
+bench() {
+    need_neuron_di
+    if has_several_hosts; then bench_hosts; else bench_one_host; fi
+}
+
+bench_hosts() {
+    only_first_host
+    need_ready
+    # shellcheck disable=SC2086  # several words
+    run neuron-di bench --url "$URL" --name "${#WORKERS[@]} workers" $BENCH_LOAD \
+        --json "$STATE/bench.json"
+}
+
+# The pair has half of TP for each worker, so that both servers together have the cores of step 4's.
+# That one is stopped meanwhile, and started again.
+bench_one_host() {
+    local had_server=''
+    ((TP % 2 == 0)) || missing "TP=$TP cannot be halved" "an even TP for this step"
+    compile_model $((TP / 2))
+    pid_of serve >/dev/null 2>&1 && had_server=yes
+    stop serve
+    # What step 7 added goes with it; a run of this step that was broken off may have left others.
+    [ -n "$IS_DRY" ] || { stop decode-1 && stop pair && stop combined; }
+    need_port 127.0.0.1 "$PAIR_PORT" PAIR_PORT
+    need_port 127.0.0.1 "$COMBINED_PORT" COMBINED_PORT
+    start_benched pair 0 $((TP / 2)) "$PAIR_PORT"
+    start_benched combined "$TP" "$TP" "$COMBINED_PORT" --combined
+    until_up pair answers "$PAIR_PORT"
+    until_up combined answers "$COMBINED_PORT"
+    # shellcheck disable=SC2086  # several words
+    run neuron-di bench --url "http://127.0.0.1:$PAIR_PORT" --name 1P1D \
+        --url "http://127.0.0.1:$COMBINED_PORT" --name combined $BENCH_LOAD \
+        --json "$STATE/bench.json"
+    stop pair
+    stop combined
+    [ -z "$had_server" ] && [ -z "$IS_DRY" ] || serve_one_host
+}
+
+# start_benched NAME FIRST_CORE TP PORT FLAG…: on TP cores from FIRST_CORE on
+start_benched() {
+    local name=$1 first=$2 tp=$3 port=$4
+    shape "$tp"
+    start "$name" env NEURON_RT_VISIBLE_CORES="$(cores "$first" "$TP")" \
+        neuron-di serve "$MODEL" --model-name "$MODEL_NAME" "${SHAPE[@]}" --port "$port" "${@:5}"
+}
+
+answers() { curl --silent --fail --max-time 5 "http://127.0.0.1:$1/ready"; }

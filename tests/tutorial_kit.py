@@ -1,0 +1,103 @@
+"""Runs steps of the Neuron tutorials, and reads the commands that they and their pages show."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neuron_di import cli
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STEP_TIMEOUT_S = 100
+# One host's steps, and several hosts' of which this machine need not be one: dry runs show all.
+HOSTS = "10.1.0.11,10.1.0.12"
+
+
+class _Parsed(Exception):
+    """Raised in place of running a command whose flags were accepted."""
+
+
+def run_step(
+    step: Path, *options: str, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A step to its end. It finds our neuron-di, and of this environment nothing that sets it."""
+    kept = {"HOME", "PATH", "LANG", "OMP_NUM_THREADS", "PYTHONOPTIMIZE"}
+    clean = {name: value for name, value in os.environ.items() if name in kept}
+    clean["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), clean["PATH"]])
+    return subprocess.run(
+        [str(step), *options],
+        env=clean | dict(environ or {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=STEP_TIMEOUT_S,
+        check=False,
+    )
+
+
+def check_aws(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """AWS's own command line looks at an order, and at each of its parameters; it sends nothing."""
+    return subprocess.run(
+        [*words, "--generate-cli-skeleton", "output"],
+        env=os.environ | {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"},
+        capture_output=True,
+        text=True,
+        timeout=STEP_TIMEOUT_S,
+        check=False,
+    )
+
+
+def steps_of(folder: str) -> list[Path]:
+    """The scripts that a reader starts, in the order of the page."""
+    return [*sorted((EXAMPLES / folder).glob("[1-9]-*.sh")), EXAMPLES / folder / "install.sh"]
+
+
+def shown_commands(output: str) -> list[list[str]]:
+    """The words of each command that a step printed, without its redirections."""
+    whole = output.replace(" \\\n", " ")
+    return [
+        shlex.split(line[2:].replace("$(<", "").split(" #")[0])
+        for line in whole.splitlines()
+        if line.startswith("$ ")
+    ]
+
+
+def page_commands(page: Path) -> list[list[str]]:
+    """The words of each command in the blocks of a page."""
+    blocks = re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def neuron_di_words(command: list[str]) -> list[str] | None:
+    """What neuron-di gets: the words behind it, also behind `env NAME=VALUE`. None: another."""
+    words = list(command)
+    while words and (words[0] == "env" or re.match(r"[A-Z_]+=", words[0])):
+        words.pop(0)
+    return words[1:] if words and words[0] == "neuron-di" else None
+
+
+def real_parser(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
+    """What fails unless neuron-di takes these words: its flags, and the checks of their values."""
+
+    def stop(*_: Any, **__: Any) -> int:
+        raise _Parsed
+
+    for name in dir(cli):
+        if re.fullmatch(r"run_\w+", name):
+            monkeypatch.setattr(cli, name, stop)
+    monkeypatch.setattr("neuron_di.status.show_status", stop)
+    commands = {name: (options, stop, text) for name, (options, _, text) in cli._COMMANDS.items()}
+    monkeypatch.setattr(cli, "_COMMANDS", commands)
+
+    def accept(words: list[str]) -> None:
+        with pytest.raises(_Parsed):
+            cli._run(words)
+
+    return accept

@@ -1,0 +1,196 @@
+"""The pages of the inf2 and trn2 tutorials say what there is: steps, cores, ports, arithmetic."""
+
+import re
+from pathlib import Path
+
+import pytest
+from manifest_kit import settings
+from tutorial_kit import (
+    EXAMPLES,
+    HOSTS,
+    neuron_di_words,
+    page_commands,
+    real_parser,
+    run_step,
+    shown_commands,
+    steps_of,
+)
+
+TUTORIALS = ("inf2", "trn2")
+COMMON = EXAMPLES / "neuron_common"
+PAGES = [
+    *(EXAMPLES / name / "README.md" for name in TUTORIALS),
+    *(COMMON / name / "README.md" for name in ("systemd", "kubernetes", "container")),
+]
+tutorials = pytest.mark.parametrize("tutorial", TUTORIALS)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+
+
+def text_of(tutorial: str) -> str:
+    return (EXAMPLES / tutorial / "README.md").read_text(encoding="utf-8")
+
+
+@tutorials
+def test_the_steps_are_those_of_every_tutorial(tutorial: str) -> None:
+    first = text_of(tutorial).split("\n\n")[1]
+    assert first.startswith("**Nothing on this page has run on ")
+    listed = re.findall(r"^\| \[([\w.-]+)\]\(\1\)", text_of(tutorial), re.MULTILINE)
+    assert sorted(listed) == sorted(step.name for step in steps_of(tutorial))
+    for step in steps_of(tutorial):
+        same = EXAMPLES / "trn1" / step.name
+        assert step.read_bytes() == same.read_bytes()
+        assert step.stat().st_mode & 0o111
+
+
+@tutorials
+def test_settings_say_all_that_trn1s_say(tutorial: str) -> None:
+    assert settings(tutorial).keys() == settings("trn1").keys()
+
+
+@pages
+def test_what_a_page_links_to_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https:)([^)]+)\)", text)
+    assert links
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+
+
+@pages
+def test_lines_of_a_page_are_short(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert max(len(line) for line in lines if not line.startswith("|")) <= 120
+
+
+@pages
+def test_commands_of_a_page_are_accepted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = real_parser(monkeypatch)
+    text = page.read_text(encoding="utf-8")
+    inline = re.findall(r"`(neuron-di (?!drain HOST)[a-z-]+ [^`…]+)`", text)
+    words = [neuron_di_words(each) for each in [*page_commands(page), *map(str.split, inline)]]
+    taken = [each for each in words if each and "…" not in each]
+    if page.parent.name != "container":  # there it stands behind docker's
+        assert taken
+    for each in taken:
+        accept([word for word in each if not word.startswith(">")])
+    for step, *options in (each for each in page_commands(page) if each[0].startswith("./")):
+        assert (page.parent / step).is_file(), step
+        assert set(options) <= {"--dry-run", "--simulate"}, options
+
+
+@tutorials
+def test_one_host_has_the_cores_that_the_page_names(tutorial: str) -> None:
+    text, chosen = text_of(tutorial), settings(tutorial)
+    tp, num_cores = int(chosen["TP"]), int(chosen["NUM_CORES"])
+    shown = shown_commands(run_step(EXAMPLES / tutorial / "4-serve.sh", "--dry-run").stdout)
+    (words,) = (each for each in shown if "serve" in each)
+    assert f"NEURON_RT_VISIBLE_CORES=0-{2 * tp - 1}" in words
+    kind = "NeuronCores" if tutorial == "inf2" else "logical cores"
+    assert f"prefill on {kind} 0-{tp - 1}, decode on {tp}-{2 * tp - 1}" in text
+    # A third worker: where the instance has cores left, else with the TP that the page names.
+    other = {} if 3 * tp <= num_cores else {"TP": re.findall(r"export TP=(\d+)", text)[0]}
+    step = EXAMPLES / tutorial / "7-scale-out.sh"
+    if other:
+        assert run_step(step, "--dry-run").returncode == 2
+    grown = run_step(step, "--dry-run", environ=other).stdout
+    (cores,) = re.findall(r"NEURON_RT_VISIBLE_CORES=([\d-]+)", grown)
+    section = text.partition("## 7. Scale out")[2].partition("## 8.")[0]
+    assert re.search(rf"on cores {cores}\b|gets cores {cores}\b", section)
+
+
+@tutorials
+def test_the_table_of_two_hosts_is_that_of_the_settings(tutorial: str) -> None:
+    rows = re.findall(
+        r"^\| (10\.1\.0\.\d+) \|(?: ([\d-]+))? \| (.*?)(?:, by step 7)? \|$",
+        text_of(tutorial),
+        re.MULTILINE,
+    )
+    assert rows.pop(0) == ("10.1.0.11", "", "etcd, proxy")
+    found = []
+    for step in ("4-serve.sh", "7-scale-out.sh"):
+        output = run_step(EXAMPLES / tutorial / step, "--dry-run", "--hosts", HOSTS).stdout
+        for words in shown_commands(output):
+            if "--worker-id" in words:
+                cores = next(w.partition("=")[2] for w in words if w.startswith("NEURON_RT_VIS"))
+                host, name = (words[words.index(flag) + 1] for flag in ("--host", "--worker-id"))
+                found.append((host, cores, name))
+    assert rows == found
+
+
+@tutorials
+def test_ports_of_the_page_are_all_that_the_steps_use(tutorial: str) -> None:
+    rows = re.findall(
+        r"^\| +(\d+) \| (\w+)(?: \+ (\d))? \| .*? \| (.*?) \|$", text_of(tutorial), re.MULTILINE
+    )
+    chosen = settings(tutorial)
+    for port, variable, more, _ in rows:
+        assert int(port) == int(chosen[variable]) + int(more or 0)
+    listed = {int(port) for port, *_ in rows}
+    listed |= {int(port) for *_, who in rows for port in re.findall(r"\b90\d\d\b", who)}
+    used = set()
+    for step in steps_of(tutorial):
+        options = [] if "bench" in step.name else ["--hosts", HOSTS]
+        shown = run_step(step, "--dry-run", *options).stdout
+        used |= {int(port) for port in re.findall(r"(?::|PORT=|port )(\d{4,5})\b", shown)}
+    assert used == listed
+    # Nothing goes by Neuron's send and receive where there is no EFA.
+    assert (45645 in listed) is (int(chosen["NUM_EFA"]) > 0)
+
+
+def test_an_instance_without_efa_gets_one_interface_and_others_all(tmp_path: Path) -> None:
+    for tutorial, num_cards in (("inf2", 1), ("trn2", 16)):
+        environ = {"REGION": "r", "SUBNET": "s", "KEY_NAME": "k", "STATE": str(tmp_path)}
+        shown = run_step(EXAMPLES / tutorial / "1-launch.sh", "--dry-run", environ=environ).stdout
+        (order,) = (words for words in shown_commands(shown) if "run-instances" in words)
+        cards = [word for word in order if word.startswith("NetworkCardIndex=")]
+        assert len(cards) == num_cards
+        num_efa = int(settings(tutorial)["NUM_EFA"])
+        assert sum("InterfaceType=efa" in card for card in cards) == num_efa
+
+
+# Layers, KV heads, dims of each, as the models' configurations have them.
+SHAPES = {"inf2": (36, 8, 128), "trn2": (64, 8, 128)}
+
+
+def kv_bytes(tutorial: str) -> int:
+    layers, heads, dims = SHAPES[tutorial]
+    return layers * heads * dims * 2 * 2  # keys and values, of two bytes each
+
+
+def test_what_a_token_costs_between_two_inf2_is_right() -> None:
+    text, num_bytes = text_of("inf2"), kv_bytes("inf2")
+    assert f"= {num_bytes:,} bytes for each token" in text
+    assert "by arithmetic and not measured" in text
+    rows = re.findall(
+        r"^\| (\d+).*? \| (\d+) Gbit/s \| (\d+) µs \| (\d+) ms \| (\d+) ms \|$", text, re.MULTILINE
+    )
+    assert [int(connections) for connections, *_ in rows] == [2, 10, 2]
+    for row in rows:
+        connections, gbits, token_us, short_ms, long_ms = map(int, row)
+        assert gbits in (10 * connections, 5 * connections)
+        seconds = num_bytes * 8 / (gbits * 1e9)
+        assert [token_us, short_ms, long_ms] == [
+            round(seconds * 1e6),
+            round(seconds * 1024 * 1e3),
+            round(seconds * 8192 * 1e3),
+        ]
+    assert f"{100e9 / 8 / num_bytes:,.0f} prompt tokens a second" in text
+    environment = shown_commands(
+        run_step(EXAMPLES / "inf2/4-serve.sh", "--dry-run", "--hosts", HOSTS).stdout
+    )
+    assert all(
+        "NEURON_DI_TRANSFER_STREAMS=10" in words for words in environment if "--worker-id" in words
+    )
+
+
+def test_what_a_prompt_costs_on_trn2_is_right() -> None:
+    text, num_bytes = text_of("trn2"), kv_bytes("trn2")
+    assert f"{num_bytes:,} bytes\na token" in text
+    assert f"{num_bytes * 1024 / 1e6:.0f} MB for a prompt of 1,024" in text
+    two, ten = (num_bytes * 1024 * 8 / (n * 10e9) * 1e3 for n in (2, 10))
+    assert f"take {two:.0f} ms for it, ten {ten:.0f} ms" in text
