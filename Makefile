@@ -5,7 +5,7 @@ BIN  := $(VENV)/bin
 export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-neuron test test-optimised etcd check format sim handover-model schedules chaos dynamic \
+.PHONY: help demo demo-neuron test test-optimised test-kernels etcd check format sim handover-model schedules chaos dynamic \
         churn handoff-diagram bench-engine bench-interference bench-verification bench-proxy bench-overload \
         bench-registry bench-transfer bench-interference-transfer bench-layers clean
 
@@ -23,6 +23,10 @@ test: $(VENV)/dev etcd ## the whole test suite
 
 test-optimised: $(VENV)/dev etcd ## the same under python -O: no check may hide in an assert
 	$(BIN)/python -O -m pytest --numprocesses 2 $(TESTS)
+
+test-kernels: $(VENV)/dev ## the CUDA kernels: on a GPU, else in Triton's interpreter (190 MB, 3 min)
+	$(BIN)/python -m pip install --quiet 'triton>=3.6' $(PIP_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 tests/unit/backends/cuda_kernels
 
 etcd: # for the tests; costs nothing where it is installed
 	@.ci/install-etcd

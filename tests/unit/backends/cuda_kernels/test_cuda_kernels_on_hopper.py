@@ -1,0 +1,122 @@
+"""What the compiler makes of the kernels, for the shapes of real models. Needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+
+COMPILER = Path(__file__).parent / "hopper_compiler.py"
+PACKAGE = "neuron_di.backends.cuda_kernels"
+SHARED_BYTES_MAX = 227 << 10  # of one program, at compute capability 9.0
+REGISTERS_MAX = 64 << 10  # of a multiprocessor
+
+
+def tensor(dtype, *shape, **more):
+    return {"shape": shape, "dtype": dtype, **more}
+
+
+def compiled(tmp_path, module, function, calls):
+    """Reports on all kernels that these calls of a function launch."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, str(COMPILER), f"{PACKAGE}.{module}", function],
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = json.loads(done.stdout)
+    assert len(kernels) >= len(calls)
+    for kernel in kernels:
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["shared_bytes"] <= SHARED_BYTES_MAX, kernel
+        assert kernel["registers"] * kernel["threads"] <= REGISTERS_MAX, kernel
+    return kernels
+
+
+def attention_call(dtype, num_rows, head_dim, more, **named):
+    """Llama's heads: 32 of queries, 8 of KV."""
+    query = tensor(dtype, num_rows, 48, head_dim, columns=32)
+    pool = tensor(dtype, 4, 2, 2, 8, 16, head_dim)
+    return [[query, pool, 1, *more], named]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decode_uses_the_matrix_unit_in_16_bits_and_full_precision_in_32(tmp_path, head_dim):
+    more = [tensor("int32", 8, 64), tensor("int32", 8)]
+    kernels = compiled(
+        tmp_path,
+        "decode_attention",
+        "attend_decode",
+        [
+            attention_call("bfloat16", 8, head_dim, more, num_splits=16),
+            attention_call("float32", 8, head_dim, more, num_splits=1, window=4096),
+        ],
+    )
+    in_16_bits, join, in_32_bits = kernels
+    assert {"HMMA", "LDGSTS"} <= set(in_16_bits["instructions"])
+    assert join["name"] == "_join_splits"
+    assert not {"HMMA", "HGMMA"} & set(in_32_bits["instructions"])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prefill_uses_hoppers_matrix_unit_in_16_bits_and_none_in_32(tmp_path, head_dim):
+    more = [tensor("int32", 2, 64), tensor("int32", 3), tensor("int32", 2)]
+    in_16_bits, in_32_bits = compiled(
+        tmp_path,
+        "prefill_attention",
+        "attend_prefill",
+        [
+            attention_call("bfloat16", 512, head_dim, more, rows_max=512),
+            attention_call("float32", 512, head_dim, more, rows_max=512),
+        ],
+    )
+    assert {"HGMMA", "LDGSTS"} <= set(in_16_bits["instructions"])
+    assert not {"HMMA", "HGMMA"} & set(in_32_bits["instructions"])
+
+
+def test_the_layers_other_kernels_fit(tmp_path):
+    norm = tensor("bfloat16", 128)
+    angles = [tensor("float32", 4096, 64)] * 2
+    kv = [tensor("bfloat16", 4, 2, 2, 8, 16, 128), 1, tensor("int32", 8, 64), tensor("int32", 8)]
+    write = [[tensor("bfloat16", 8, 48, 128), *kv, *angles], {"q_norm": norm, "k_norm": norm}]
+    rows = tensor("bfloat16", 8, 4096)
+    jobs = {
+        ("write_kv", "write_kv_"): write,
+        ("norm", "add_and_norm_"): [[rows, rows, tensor("bfloat16", 4096), 1e-5], {}],
+        ("silu", "silu_and_multiply"): [[tensor("bfloat16", 8, 2 * 14336)], {}],
+    }
+    for (module, function), call in jobs.items():
+        compiled(tmp_path, module, function, [call])
+
+
+def test_a_product_uses_hoppers_matrix_unit(tmp_path):
+    (kernel,) = compiled(
+        tmp_path,
+        "linear",
+        "invariant_linear",
+        [[[tensor("bfloat16", 8, 4096), tensor("bfloat16", 6144, 4096)], {}]],
+    )
+    assert {"HGMMA", "LDGSTS"} <= set(kernel["instructions"])
+
+
+def test_a_draw_compiles_with_all_its_rules(tmp_path):
+    row = [tensor(dtype, 8) for dtype in ("float32", "int32", "float64", "float32", "float64")]
+    workspace = {
+        "candidate_BV": tensor("float32", 8, 128256),
+        "candidate_id_BV": tensor("int32", 8, 128256),
+        "token_B": tensor("int64", 8),
+        "is_usable_B": tensor("bool", 8),
+    }
+    compiled(
+        tmp_path, "draw_kernel", "draw_rows", [[[tensor("float32", 8, 128256), row], workspace]]
+    )
