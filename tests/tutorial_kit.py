@@ -72,7 +72,7 @@ def page_commands(page: Path) -> list[list[str]]:
     """The words of each command in the blocks of a page."""
     blocks = re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def neuron_di_words(command: list[str]) -> list[str] | None:

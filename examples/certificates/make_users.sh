@@ -12,6 +12,10 @@ if [ $# -lt 2 ]; then
     sed -n '5s/^# *//p' "$0" >&2
     exit 2
 fi
+if ! command -v etcdctl >/dev/null; then
+    echo "the program etcdctl is not here: sudo apt-get install etcd-client" >&2
+    exit 2
+fi
 folder=$1
 endpoints=$2
 prefix=${3:-/neuron-di}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
 # Step 2 of README.md: look for what is wrong with this host, and how to mend it. On every host.
 set -euo pipefail
-. "$(dirname "$0")/../neuron_common/begin.sh"
+. "$(dirname "$(readlink -f "$0")")/../neuron_common/begin.sh"
 check

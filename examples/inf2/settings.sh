@@ -22,9 +22,9 @@
 # Several hosts. Name, role, number of its host, slot of NeuronCores (0: 0-7, 1: 8-15, 2: 16-23).
 WORKERS=("prefill-0 prefill 0 0" "decode-0 decode 1 0")
 MORE_WORKERS=("decode-1 decode 1 1") # step 7
-# Between hosts KV goes by the hosts' memory and TCP. AWS gives one connection 10 Gbit/s at most in
+# KV goes by the host's memory, between hosts by TCP. AWS gives one connection 10 Gbit/s at most in
 # a placement group, and the instance 100.
-WORKER_ENVIRONMENT=()
+WORKER_ENVIRONMENT=(NEURON_DI_TRANSFER=shm)
 [ -z "$HOSTS" ] || WORKER_ENVIRONMENT=(NEURON_DI_TRANSFER=tcp NEURON_DI_TRANSFER_STREAMS=10)
 
 # Step 6.
@@ -41,3 +41,4 @@ WORKER_ENVIRONMENT=()
 : "${SSH_FROM:=}"      # who may log in, such as 203.0.113.7/32
 : "${RESERVATION:=}"   # cr-…, where you have one …
 : "${IS_CAPACITY_BLOCK:=}" # … and yes, where it is a Capacity Block
+: "${PLACEMENT_GROUP:=}"   # in place of one that the step makes: a reservation's own

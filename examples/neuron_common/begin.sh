@@ -2,13 +2,14 @@
 # What every step of a tutorial does first: options, settings, folders. A step sources it, and has
 # then all functions of this folder:
 #
-#     . "$(dirname "$0")/../neuron_common/begin.sh"
+#     . "$(dirname "$(readlink -f "$0")")/../neuron_common/begin.sh"
 #
 # FOLDER is the step's folder, whose settings.sh says what differs from instance to instance; ROOT
 # the repository; STATE what the steps remember between them: process ids, logs, keys.
 
 # shellcheck disable=SC2034  # what is set here is for the files sourced below, and for the steps
-FOLDER=$(cd "$(dirname "$0")" && pwd)
+unset CDPATH
+FOLDER=$(cd "$(dirname "$(readlink -f "$0")")" && pwd)
 COMMON=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$COMMON/../.." && pwd)
 IS_DRY=''
@@ -50,13 +51,16 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-# A checkout's own environment will do, where none is active.
+# A checkout's own environment will do, where none is active. Its folder of programs has the
+# compiler, too, which is looked for by its bare name.
 if ! command -v neuron-di >/dev/null && [ -x "$ROOT/.venv/bin/neuron-di" ]; then
     PATH=$ROOT/.venv/bin:$PATH
 fi
 
+[ -n "${STATE:-${HOME:-}}" ] || wrong_option "HOME is not set: say --state FOLDER"
 : "${STATE:=$HOME/.neuron-di/tutorial-$(basename "$FOLDER")${IS_SIMULATED:+-simulated}}"
-[ -n "$IS_DRY" ] || (umask 077 && mkdir -p "$STATE")
+[ -n "$IS_DRY" ] || (umask 077 && mkdir -p "$STATE" && [ -w "$STATE" ]) ||
+    wrong_option "nothing can be written to $STATE: say --state FOLDER"
 
 for part in commands processes hosts shape \
     launch install check serve request bench scale_out drain; do
@@ -69,5 +73,6 @@ done
 . "$COMMON/ports.sh"
 # shellcheck source=/dev/null
 . "$FOLDER/settings.sh"
+check_numbers
 read_hosts
 [ -z "$IS_SIMULATED" ] || enter_simulation

@@ -4,6 +4,7 @@
 
 bench() {
     need_neuron_di
+    alone
     if has_several_hosts; then bench_hosts; else bench_one_host; fi
 }
 
@@ -16,17 +17,18 @@ bench_hosts() {
 }
 
 # The pair has half of TP for each worker, so that both servers together have the cores of step 4's.
-# That one is stopped meanwhile, and started again.
+# That one is stopped meanwhile, and started again, also where this step was broken off in between
+# and is repeated: STATE/serve_again says so.
 bench_one_host() {
-    local had_server=''
     ((TP % 2 == 0)) || missing "TP=$TP cannot be halved" "an even TP for this step"
     compile_model $((TP / 2))
-    pid_of serve >/dev/null 2>&1 && had_server=yes
-    stop serve
-    # What step 7 added goes with it; a run of this step that was broken off may have left others.
-    [ -n "$IS_DRY" ] || { stop decode-1 && stop pair && stop combined; }
+    # A run of this step that was broken off may have left these.
+    [ -n "$IS_DRY" ] || { stop pair && stop combined; }
     need_port 127.0.0.1 "$PAIR_PORT" PAIR_PORT
     need_port 127.0.0.1 "$COMBINED_PORT" COMBINED_PORT
+    if [ -z "$IS_DRY" ] && pid_of serve >/dev/null; then touch "$STATE/serve_again"; fi
+    [ -n "$IS_DRY" ] || stop decode-1 # what step 7 added needs the server
+    stop serve
     start_benched pair 0 $((TP / 2)) "$PAIR_PORT"
     start_benched combined "$TP" "$TP" "$COMBINED_PORT" --combined
     until_up pair answers "$PAIR_PORT"
@@ -37,7 +39,8 @@ bench_one_host() {
         --json "$STATE/bench.json"
     stop pair
     stop combined
-    [ -z "$had_server" ] && [ -z "$IS_DRY" ] || serve_one_host
+    [ ! -e "$STATE/serve_again" ] && [ -z "$IS_DRY" ] || serve_one_host
+    [ -n "$IS_DRY" ] || rm -f "$STATE/serve_again"
 }
 
 # start_benched NAME FIRST_CORE TP PORT FLAG…: on TP cores from FIRST_CORE on

@@ -5,7 +5,7 @@ check() {
     local index indexes
     need_neuron_di
     if ! has_several_hosts; then
-        doctor --port "$PROXY_PORT"
+        doctor --port "$PROXY_PORT" --listen "127.0.0.1:$PAIR_PORT,127.0.0.1:$COMBINED_PORT"
         return
     fi
     indexes=$(hosts_here)
@@ -14,21 +14,18 @@ check() {
     done
 }
 
-# doctor_of_host HOST ADDRESS: at the ports that step 4 will use there
+# doctor_of_host HOST ADDRESS: at the ports that steps 4 and 7 will use there
 doctor_of_host() {
-    local address=$2 listen
-    listen=$address:$(worker_port 0 2),$address:$(worker_port 0 3)
-    (($1 != 0)) || listen+=,$address:$PROXY_PORT,$address:$ETCD_PORT
-    doctor --host "$address" --port "$(worker_port 0 0)" --signal-port "$(worker_port 0 1)" \
-        --listen "$listen"
+    local address=$2 line host slot offset listen=''
+    (($1 != 0)) || listen=$address:$PROXY_PORT,$address:$ETCD_PORT,127.0.0.1:$ETCD_PEER_PORT
+    for line in "${WORKERS[@]}" "${MORE_WORKERS[@]}"; do
+        read -r _ _ host slot <<<"$line"
+        ((host == $1)) || continue
+        for offset in 0 1 2 3; do
+            listen+=${listen:+,}$address:$(worker_port "$slot" "$offset")
+        done
+    done
+    run neuron-di doctor --device neuron --host "$address" --port 0 --listen "$listen"
 }
 
-# A simulation has no driver, device or adapter to be found.
-doctor() {
-    if [ -z "$IS_SIMULATED" ]; then
-        run neuron-di doctor --device neuron "$@"
-    else
-        run neuron-di doctor --device neuron "$@" ||
-            say "simulated: what it misses of neuron and efa above is not here, and nothing to mend"
-    fi
-}
+doctor() { run neuron-di doctor --device neuron "$@"; }

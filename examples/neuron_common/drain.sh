@@ -1,11 +1,15 @@
 # shellcheck shell=bash
 # Step 8. Workers finish what they have and go, one by one; then the rest ends. It can be repeated.
 
+# Where nothing was started, as on the machine of step 1, it says what is left in AWS.
 drain() {
-    need_neuron_di
-    use_key
-    if is_first_host; then drain_workers; fi
-    stop_started
+    alone
+    if [ -n "$IS_DRY" ] || [ -n "$(started)" ]; then
+        need_neuron_di
+        use_key
+        if is_first_host; then drain_workers; fi
+        stop_started
+    fi
     [ -z "$IS_SIMULATED" ] || leave_simulation
     left_in_aws
 }
@@ -44,18 +48,19 @@ stop_started() {
     for name in $(started | grep -vxE 'proxy|etcd') proxy etcd; do
         stop "$name"
     done
-    rm -rf "$STATE/etcd"
+    rm -rf "$STATE/tutorial-etcd" "$STATE/serve_again"
 }
 
 # What costs money until it is gone. Nothing of it is done here.
 left_in_aws() {
-    local instances=INSTANCE…
+    local region=${REGION:-REGION} instances=INSTANCE…
     [ ! -s "$STATE/instances" ] || instances=$(tr '\n' ' ' <"$STATE/instances")
     say
     say "What AWS has of this tutorial, from where 1-launch.sh ran:"
-    say "  aws ec2 terminate-instances --region ${REGION:-REGION} --instance-ids $instances"
-    say "  aws ec2 release-address, if you gave an instance an Elastic IP"
-    say "  aws ec2 delete-placement-group --group-name $GROUP_NAME"
-    say "  aws ec2 delete-security-group --group-id …, named $GROUP_NAME"
+    say "  aws ec2 terminate-instances --region $region --instance-ids $instances"
+    say "  aws ec2 wait instance-terminated --region $region --instance-ids $instances"
+    say "  aws ec2 release-address --region $region --allocation-id …, for each Elastic IP"
+    say "  aws ec2 delete-placement-group --region $region --group-name $GROUP_NAME"
+    say "  aws ec2 delete-security-group --region $region --group-id …, named $GROUP_NAME"
     say "To launch anew afterwards, forget these: rm -r $(word "$STATE"), there"
 }

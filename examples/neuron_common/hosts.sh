@@ -3,11 +3,14 @@
 # tutorial on one host; the first one also has etcd and the proxy.
 
 read_hosts() {
-    local address
+    local address before=,
+    local byte='(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])'
     IFS=, read -r -a ADDRESSES <<<"$HOSTS"
     for address in "${ADDRESSES[@]}"; do
-        [[ $address =~ ^[0-9]+(\.[0-9]+){3}$ ]] ||
+        [[ $address =~ ^$byte(\.$byte){3}$ ]] ||
             wrong_option "--hosts takes IP addresses, 10.1.0.11,10.1.0.12, and $address is none"
+        [[ $before != *,$address,* ]] || wrong_option "--hosts has $address twice"
+        before+=$address,
     done
     [ ${#ADDRESSES[@]} -ne 1 ] || wrong_option "--hosts takes two addresses or more"
     URL=http://${ADDRESSES[0]:-127.0.0.1}:$PROXY_PORT

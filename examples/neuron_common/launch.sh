@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Step 1, from any machine with AWS's command line and an account: COUNT instances beside each other
 # in a cluster placement group, each with all its EFA interfaces, in a security group whose members
-# may say anything to each other. What is there already is used again.
+# may say anything to each other. What is there already is used again, and what lacks is added.
 
 launch() {
     # Nobody launches by accident what costs money: a simulation shows the commands.
@@ -10,9 +10,11 @@ launch() {
     need_setting REGION "the AWS region, such as us-west-2"
     need_setting SUBNET "a subnet in a zone that has $INSTANCE_TYPE"
     need_setting KEY_NAME "the key pair to log in with"
+    alone
     EC2=(aws ec2 --region "$REGION")
     if [ -z "$IS_DRY" ] && [ -s "$STATE/instances" ]; then
         say "launched already: $(tr '\n' ' ' <"$STATE/instances")($STATE/instances)"
+        make_security_group # SSH_FROM may be new
     else
         find_image
         make_security_group
@@ -43,24 +45,38 @@ make_security_group() {
     capture SECURITY_GROUP None "${EC2[@]}" describe-security-groups \
         --filters "Name=group-name,Values=$GROUP_NAME" "Name=vpc-id,Values=$vpc" \
         --query 'SecurityGroups[0].GroupId' --output text
-    [ "$SECURITY_GROUP" = None ] || return 0
-    capture SECURITY_GROUP '<SECURITY_GROUP>' "${EC2[@]}" create-security-group --vpc-id "$vpc" \
+    [ "$SECURITY_GROUP" != None ] || capture SECURITY_GROUP '<SECURITY_GROUP>' \
+        "${EC2[@]}" create-security-group --vpc-id "$vpc" \
         --group-name "$GROUP_NAME" --description 'neuron-di: all traffic between its members' \
         --query GroupId --output text
-    run "${EC2[@]}" authorize-security-group-ingress --group-id "$SECURITY_GROUP" \
-        --protocol -1 --source-group "$SECURITY_GROUP"
-    run "${EC2[@]}" authorize-security-group-egress --group-id "$SECURITY_GROUP" \
-        --protocol -1 --source-group "$SECURITY_GROUP"
-    [ -z "${SSH_FROM:-}" ] || run "${EC2[@]}" authorize-security-group-ingress \
-        --group-id "$SECURITY_GROUP" --protocol tcp --port 22 --cidr "$SSH_FROM"
+    authorize ingress --protocol -1 --source-group "$SECURITY_GROUP"
+    authorize egress --protocol -1 --source-group "$SECURITY_GROUP"
+    [ -z "${SSH_FROM:-}" ] || authorize ingress --protocol tcp --port 22 --cidr "$SSH_FROM"
 }
 
+# authorize DIRECTION RULE…: it may be there already, of a run that was broken off.
+authorize() {
+    local answer
+    set -- "${EC2[@]}" "authorize-security-group-$1" --group-id "$SECURITY_GROUP" "${@:2}"
+    show "$@"
+    [ -z "$IS_DRY" ] || return 0
+    answer=$("$@" 2>&1) || [[ $answer == *InvalidPermission.Duplicate* ]] || {
+        say "$answer" >&2
+        exit 1
+    }
+}
+
+# PLACEMENT: of run-instances. A Capacity Block's instances are near each other anyway, and it takes
+# no group; another reservation may have been made in a group, which is then the one to name.
 make_placement_group() {
-    local found
+    local found name=${PLACEMENT_GROUP:-$GROUP_NAME}
+    PLACEMENT=()
+    [ -z "${IS_CAPACITY_BLOCK:-}" ] || return 0
+    PLACEMENT=(--placement "GroupName=$name")
     capture found 0 "${EC2[@]}" describe-placement-groups \
-        --filters "Name=group-name,Values=$GROUP_NAME" --query 'length(PlacementGroups)'
+        --filters "Name=group-name,Values=$name" --query 'length(PlacementGroups)'
     [ "$found" != 0 ] ||
-        run "${EC2[@]}" create-placement-group --group-name "$GROUP_NAME" --strategy cluster
+        run "${EC2[@]}" create-placement-group --group-name "$name" --strategy cluster
 }
 
 # INTERFACES: one for each network card. The first one, card 0 and device 0, has the IP address;
@@ -79,30 +95,32 @@ interfaces() {
 
 # The token makes a repeated order the same order, should the answer to this one be lost.
 run_instances() {
-    local reserved=() instances
+    local reserved=() order instances
     interfaces
     [ -z "${RESERVATION:-}" ] || reserved=(--capacity-reservation-specification
         "CapacityReservationTarget={CapacityReservationId=$RESERVATION}")
     [ -z "${IS_CAPACITY_BLOCK:-}" ] ||
         reserved+=(--instance-market-options MarketType=capacity-block)
-    capture instances '<INSTANCE>' "${EC2[@]}" run-instances --image-id "$IMAGE" \
-        --instance-type "$INSTANCE_TYPE" --count "$COUNT" --key-name "$KEY_NAME" \
-        --client-token "$(token)" "${reserved[@]}" --placement "GroupName=$GROUP_NAME" \
-        --block-device-mappings "DeviceName=/dev/sda1,Ebs={VolumeSize=$DISK_GIB,VolumeType=gp3}" \
-        --tag-specifications "ResourceType=instance,Tags=[{Key=Name,Value=$GROUP_NAME}]" \
-        --network-interfaces "${INTERFACES[@]}" \
-        --query 'Instances[].InstanceId' --output text
+    order=(--image-id "$IMAGE" --instance-type "$INSTANCE_TYPE" --count "$COUNT"
+        --key-name "$KEY_NAME" "${reserved[@]}" "${PLACEMENT[@]}"
+        --block-device-mappings "DeviceName=/dev/sda1,Ebs={VolumeSize=$DISK_GIB,VolumeType=gp3}"
+        --tag-specifications "ResourceType=instance,Tags=[{Key=Name,Value=$GROUP_NAME}]"
+        --network-interfaces "${INTERFACES[@]}")
+    capture instances '<INSTANCE>' "${EC2[@]}" run-instances "${order[@]}" \
+        --client-token "$(token "${order[@]}")" --query 'Instances[].InstanceId' --output text
     [ -n "$IS_DRY" ] || tr '\t' '\n' <<<"$instances" >"$STATE/instances"
 }
 
-# Of this state folder: another folder, other instances.
+# token ORDER…: of this state folder and this order. Another folder, other instances; another order
+# under the same token is refused.
 token() {
-    local file=$STATE/client_token
+    local file=$STATE/client_token sum
     if [ -n "$IS_DRY" ]; then
         echo '<TOKEN>'
     else
         [ -s "$file" ] || tr -d - </proc/sys/kernel/random/uuid >"$file"
-        cat "$file"
+        read -r sum _ < <(cksum <<<"$*")
+        echo "$(<"$file")-$sum"
     fi
 }
 
@@ -113,5 +131,6 @@ tell_addresses() {
     run "${EC2[@]}" describe-instances --instance-ids "${instances[@]}" --output table --query \
         'Reservations[].Instances[].[InstanceId,PrivateIpAddress,PublicIpAddress]'
     say "the private addresses, in this order, are --hosts of the other steps"
-    say "with several interfaces an instance gets no public address: README.md, Log in"
+    ((NUM_EFA <= 1)) ||
+        say "with several interfaces an instance gets no public address: README.md, Log in"
 }

@@ -17,7 +17,14 @@ start_ticks() {
 pid_of() {
     local pid ticks
     read -r pid ticks 2>/dev/null <"$STATE/$1.pid" || return 1
-    [ "$(start_ticks "$pid")" = "$ticks" ] && echo "$pid"
+    [ -n "$ticks" ] && [ "$(start_ticks "$pid")" = "$ticks" ] && echo "$pid"
+}
+
+# Of the steps that start and end processes one at a time works in a folder of state.
+alone() {
+    [ -z "$IS_DRY" ] || return 0
+    exec 9>"$STATE/lock"
+    flock --nonblock 9 || missing "another step is at work in $STATE" "wait until it has ended"
 }
 
 # start NAME COMMAND…: in the background, of no terminal, unless it runs already.
@@ -31,9 +38,9 @@ start() {
     show "$@"
     say "    >$(word "$STATE/$name.log") 2>&1 &"
     [ -z "$IS_DRY" ] || return 0
-    setsid nohup "$@" >"$STATE/$name.log" 2>&1 </dev/null &
+    setsid nohup "$@" >"$STATE/$name.log" 2>&1 </dev/null 9>&- & # the lock is the step's
     pid=$!
-    echo "$pid $(start_ticks "$pid")" >"$STATE/$name.pid"
+    echo "$pid $(start_ticks "$pid" || echo 0)" >"$STATE/$name.pid"
 }
 
 # It ended, or is too slow: its last words, and the end of this step.
@@ -67,7 +74,7 @@ stop() {
     fi
     if pid=$(pid_of "$name"); then
         show kill "$pid"
-        kill "$pid"
+        kill "$pid" 2>/dev/null || true # it may have ended by itself since
         while pid_of "$name" >/dev/null; do
             if ((SECONDS >= end)); then
                 say "$name did not end within $STOP_TIMEOUT_S s"
@@ -81,10 +88,10 @@ stop() {
     rm -f "$STATE/$name.pid"
 }
 
-# Names of all that we started and that may still run.
+# Names of all that we started and that may still run. A file of another form is not ours.
 started() {
     local file
     for file in "$STATE"/*.pid; do
-        [ ! -e "$file" ] || basename "$file" .pid
+        if grep -qxE '[0-9]+ [0-9]+' "$file" 2>/dev/null; then basename "$file" .pid; fi
     done
 }

@@ -3,6 +3,7 @@
 
 scale_out() {
     need_neuron_di
+    alone
     if has_several_hosts; then scale_out_hosts; else scale_out_one_host; fi
 }
 

@@ -4,6 +4,7 @@
 
 serve() {
     need_neuron_di
+    alone
     if has_several_hosts; then serve_hosts; else serve_one_host; fi
 }
 
@@ -44,7 +45,7 @@ start_etcd() {
         need_port "${ADDRESSES[0]}" "$ETCD_PORT" ETCD_PORT
         need_port 127.0.0.1 "$ETCD_PEER_PORT" ETCD_PEER_PORT
     }
-    start etcd etcd --name neuron-di --data-dir "$STATE/etcd" \
+    start etcd etcd --name neuron-di --data-dir "$STATE/tutorial-etcd" \
         --listen-client-urls "$client" --advertise-client-urls "$client" \
         --listen-peer-urls "$peer" --initial-advertise-peer-urls "$peer" \
         --initial-cluster "neuron-di=$peer" \

@@ -21,6 +21,8 @@ need_cores() {
 }
 
 compile_model() {
+    [ -n "$IS_SIMULATED" ] ||
+        need neuronx-cc "./install.sh, or source the SDK's environment, which has the compiler"
     shape "$1"
     run neuron-di compile "$MODEL" "${SHAPE[@]}"
 }

@@ -26,6 +26,7 @@ WORKER_ENVIRONMENT=(
     NEURON_RT_ASYNC_SENDRECV_EXPERIMENTAL_ENABLED=1
     NEURON_RT_ASYNC_SENDRECV_BOOTSTRAP_PORT="$BOOTSTRAP_PORT"
     FI_EFA_ENABLE_SHM_TRANSFER=0
+    FI_EFA_USE_DEVICE_RDMA=1 # as AWS has it on Trn1: off for what uses libfabric as before 1.18
 )
 
 # Step 6.
@@ -42,3 +43,4 @@ WORKER_ENVIRONMENT=(
 : "${SSH_FROM:=}"      # who may log in, such as 203.0.113.7/32
 : "${RESERVATION:=}"   # cr-…, where you have one …
 : "${IS_CAPACITY_BLOCK:=}" # … and yes, where it is a Capacity Block
+: "${PLACEMENT_GROUP:=}"   # in place of one that the step makes: a reservation's own

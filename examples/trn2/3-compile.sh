@@ -2,6 +2,6 @@
 # Step 3 of README.md: compile the model, once for each shape, on every host. What was compiled
 # before is found again.
 set -euo pipefail
-. "$(dirname "$0")/../neuron_common/begin.sh"
+. "$(dirname "$(readlink -f "$0")")/../neuron_common/begin.sh"
 need_neuron_di
 compile_model "$TP"

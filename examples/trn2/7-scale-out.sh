@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
 # Step 7 of README.md: one more decode worker, while requests run. On every host.
 set -euo pipefail
-. "$(dirname "$0")/../neuron_common/begin.sh"
+. "$(dirname "$(readlink -f "$0")")/../neuron_common/begin.sh"
 scale_out

@@ -43,3 +43,4 @@ WORKER_ENVIRONMENT=(
 : "${SSH_FROM:=}"      # who may log in, such as 203.0.113.7/32
 : "${RESERVATION:=}"   # cr-…, where you have one …
 : "${IS_CAPACITY_BLOCK:=}" # … and yes, where it is a Capacity Block: Trn2 often is
+: "${PLACEMENT_GROUP:=}"   # in place of one that the step makes: a reservation's own

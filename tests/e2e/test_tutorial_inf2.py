@@ -29,7 +29,7 @@ def inf2(tmp_path: Path, artifacts: Path) -> Iterator[Stage]:
 
 
 def test_one_host_hands_over_by_shared_memory(inf2: Stage) -> None:
-    assert "24 NeuronCores" in inf2.do("2-check")
+    assert "24 NeuronCores" in inf2.do("2-check", NEURON_DI_ONLY="neuron")
     inf2.do("3-compile")
     inf2.do("4-serve")
     assert list(inf2.pids()) == ["serve"]
@@ -43,16 +43,11 @@ def test_one_host_hands_over_by_shared_memory(inf2: Stage) -> None:
     assert "NEURON_RT_VISIBLE_CORES=4-5" in grown
     for worker in ("decode-0", "decode-1"):
         assert f"{worker} takes KV from prefill-0 by shm" in grown
+    assert "ASYNC_SENDRECV" not in grown  # no mend that would not mend it
     drained = inf2.do("8-drain")
     assert "decode-1 has ended: 0 requests finished, none failed" in drained
     assert "serve has ended" in drained
     assert inf2.pids() == {}
-
-
-def test_a_pair_is_measured_beside_one_worker_that_does_both(inf2: Stage) -> None:
-    measured = inf2.do("6-bench")
-    assert "combined / 1P1D  ratio in each of 2 slices" in measured
-    assert inf2.pids() == {}  # there was no server before
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")

@@ -1,6 +1,7 @@
 """The trn2 tutorial as its page has it, on a simulated trn2.48xlarge with its logical cores.
 
-So far this has run on a simulator of libnrt only. Two hosts are the same scripts as trn1's.
+So far this has run on a simulator of libnrt only. Two hosts, and step 6, are the same scripts as
+trn1's, where they run.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ def trn2(tmp_path: Path, artifacts: Path) -> Iterator[Stage]:
 
 def test_one_host_hands_over_from_device_to_device(trn2: Stage) -> None:
     # The runtime counts logical cores, two physical ones each.
-    assert "64 NeuronCores" in trn2.do("2-check")
+    assert "64 NeuronCores" in trn2.do("2-check", NEURON_DI_ONLY="neuron")
     trn2.do("3-compile")
     trn2.do("4-serve")
     asked = trn2.do("5-request")
@@ -43,9 +44,3 @@ def test_one_host_hands_over_from_device_to_device(trn2: Stage) -> None:
     drained = trn2.do("8-drain")
     assert "decode-1 has ended: 0 requests finished, none failed" in drained
     assert trn2.pids() == {}
-
-
-def test_a_pair_is_measured_beside_one_worker_that_does_both(trn2: Stage) -> None:
-    measured = trn2.do("6-bench")
-    assert "combined / 1P1D  ratio in each of 2 slices" in measured
-    assert trn2.pids() == {}  # there was no server before

@@ -27,10 +27,10 @@ class Stage:
     state: Path
     environ: dict[str, str]
 
-    def do(self, step: str, *options: str) -> str:
+    def do(self, step: str, *options: str, **environ: str) -> str:
         """Run a step to its end, which is a good one. Returns what it printed."""
         path = EXAMPLES / self.tutorial / f"{step}.sh"
-        ended = run_step(path, "--simulate", *options, environ=self.environ)
+        ended = run_step(path, "--simulate", *options, environ=self.environ | environ)
         assert ended.returncode == 0, f"{step}\n{ended.stdout}{ended.stderr}{self.logs()}"
         return ended.stdout
 

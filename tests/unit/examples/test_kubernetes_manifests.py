@@ -302,10 +302,19 @@ def test_what_compiles_comes_first_and_brings_all_that_it_needs(overlay: str) ->
         for each in documents
         if each["metadata"].get("labels", {}).get("neuron-di/step") == "compile"
     )
-    kinds = sorted(each["kind"] for each in chosen)
-    assert kinds == ["ConfigMap", "Job", "Namespace", "PersistentVolumeClaim"]
+    kinds = {each["kind"] for each in chosen}
+    assert kinds - {"ResourceClaimTemplate"} == {
+        "ConfigMap",
+        "Job",
+        "Namespace",
+        "PersistentVolumeClaim",
+    }
     (pod,) = pods(chosen).values()
     assert options(chosen, pod).tp > 1
     claims = of_kind(chosen, "PersistentVolumeClaim").keys()
     named = [value["claimName"] for key, value in walk(pod) if key == "persistentVolumeClaim"]
     assert set(named) == set(claims)
+    templates = {value for key, value in walk(pod) if key == "resourceClaimTemplateName"}
+    assert (overlay == "trn2-dra") is bool(templates)
+    if templates:
+        assert of_kind(chosen, "ResourceClaimTemplate").keys() == templates

@@ -77,6 +77,13 @@ def test_a_worker_has_the_accelerators_and_may_lock_memory() -> None:
     assert said["ReadWritePaths"] == ["/tmp"]
 
 
+def test_a_worker_finds_the_compiler_beside_neuron_di() -> None:
+    said = directives("neuron-di-worker@.service")
+    (program,) = said["ExecStart"]
+    (path,) = (line for line in said["Environment"] if line.startswith("PATH="))
+    assert path.removeprefix("PATH=").split(":")[0] == program.rpartition("/bin/")[0] + "/bin"
+
+
 def test_time_to_drain_is_given() -> None:
     for unit, file in [
         ("neuron-di-proxy.service", "proxy.env"),

@@ -15,7 +15,7 @@ TRN1 = EXAMPLES / "trn1"
 IDS = {"REGION": "us-west-2", "SUBNET": "subnet-1", "KEY_NAME": "mine"}
 # Remembers what was created; answers as the step's --query asks for it.
 AWS = """#!/bin/bash
-cd "$(dirname "$0")" && echo "$*" >>calls
+cd "$(dirname "$0")" && echo "$*" >>calls && touch rules
 case "$*" in
     *describe-images*--owners*) echo "${FOUND_IMAGE-ami-1}" ;;
     *describe-subnets*) echo vpc-1 ;;
@@ -23,6 +23,13 @@ case "$*" in
     *create-security-group*) echo sg-1 | tee group ;;
     *describe-placement-groups*) [ -e placed ] && echo 1 || echo 0 ;;
     *create-placement-group*) touch placed ;;
+    *authorize-*)
+        [ -z "$NO_ANSWER" ] || exit 255
+        rule=$(cksum <<<"$*")
+        if grep -qxF "$rule" rules; then
+            echo 'An error occurred (InvalidPermission.Duplicate)' >&2 && exit 254
+        fi
+        echo "$rule" >>rules ;;
     *run-instances*) [ -z "$NO_CAPACITY" ] && printf 'i-1\\ti-2\\n' ;;
 esac
 """
@@ -58,7 +65,8 @@ def test_instances_are_launched_once_with_all_their_interfaces(environ: dict[str
     ]
     # Who is in the group reaches everybody in it, by all protocols, both ways.
     for way in ("ingress", "egress"):
-        (rule,) = calls(environ, f"authorize-security-group-{way}")
+        rule, again = calls(environ, f"authorize-security-group-{way}")
+        assert rule == again
         assert rule.endswith("--group-id sg-1 --protocol -1 --source-group sg-1")
     assert len(calls(environ, "describe-instances")) == 2
 
@@ -76,6 +84,32 @@ def test_a_launch_that_failed_is_repeated_as_the_same_order(environ: dict[str, s
     assert len(calls(environ, "create-placement-group")) == 1
 
 
+def test_rules_that_lack_are_added_by_the_next_run(environ: dict[str, str]) -> None:
+    ended = run_step(TRN1 / "1-launch.sh", environ=environ | {"NO_ANSWER": "yes"})
+    assert ended.returncode == 1
+    assert calls(environ, "run-instances") == []
+    for more in ({}, {"SSH_FROM": "203.0.113.7/32"}):
+        ended = run_step(TRN1 / "1-launch.sh", environ=environ | more)
+        assert ended.returncode == 0, ended.stderr
+    assert len(calls(environ, "create-security-group")) == 1
+    rules = (Path(environ["PATH"].split(os.pathsep)[0]) / "rules").read_text().splitlines()
+    assert len(rules) == 3
+    assert calls(environ, "authorize-security-group-ingress")[-1].endswith("203.0.113.7/32")
+    assert len(calls(environ, "run-instances")) == 1
+
+
+def test_another_order_has_another_token(environ: dict[str, str]) -> None:
+    """AWS refuses an order that has the token of a different one, also of one that it refused."""
+    for count in ("2", "1"):
+        refused = environ | {"NO_CAPACITY": "yes", "COUNT": count}
+        assert run_step(TRN1 / "1-launch.sh", environ=refused).returncode == 1
+    first, second = (
+        line.partition("--client-token ")[2].split()[0] for line in calls(environ, "run-instances")
+    )
+    assert first != second
+    assert max(len(first), len(second)) <= 64
+
+
 def test_without_an_image_of_the_sdk_nothing_is_made(environ: dict[str, str]) -> None:
     ended = run_step(TRN1 / "1-launch.sh", environ=environ | {"FOUND_IMAGE": "None"})
     assert ended.returncode == 2
@@ -90,6 +124,18 @@ def test_reserved_capacity_is_asked_for(environ: dict[str, str]) -> None:
     (order,) = calls(environ, "run-instances")
     assert "CapacityReservationTarget={CapacityReservationId=cr-1}" in order
     assert "--instance-market-options MarketType=capacity-block" in order
+    # Which has no placement group, and is refused in one.
+    assert "--placement" not in order
+    assert calls(environ, "create-placement-group") == []
+
+
+def test_a_reservation_in_a_placement_group_is_asked_for_there(environ: dict[str, str]) -> None:
+    reserved = {"RESERVATION": "cr-1", "PLACEMENT_GROUP": "theirs"}
+    ended = run_step(TRN1 / "1-launch.sh", environ=environ | reserved)
+    assert ended.returncode == 0, ended.stderr
+    (order,) = calls(environ, "run-instances")
+    assert "--placement GroupName=theirs " in order
+    assert "MarketType" not in order
 
 
 def test_a_simulation_orders_nothing(environ: dict[str, str]) -> None:

@@ -1,6 +1,7 @@
 """The pages of the inf2 and trn2 tutorials say what there is: steps, cores, ports, arithmetic."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,82 @@ def test_what_a_prompt_costs_on_trn2_is_right() -> None:
     assert f"{num_bytes * 1024 / 1e6:.0f} MB for a prompt of 1,024" in text
     two, ten = (num_bytes * 1024 * 8 / (n * 10e9) * 1e3 for n in (2, 10))
     assert f"take {two:.0f} ms for it, ten {ten:.0f} ms" in text
+
+
+@pytest.mark.parametrize("name", ["systemd", "kubernetes"])
+def test_the_operators_key_is_for_nobody_elses_eyes(name: str, tmp_path: Path) -> None:
+    text = (COMMON / name / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if "operator.key" in line and "$(" not in line]
+    lines = [line for line in lines if not line.startswith("kubectl")]
+    program = tmp_path / "neuron-di"
+    program.write_text("#!/bin/sh\necho a-key\n")
+    program.chmod(0o755)
+    subprocess.run(
+        ["bash", "-euc", "\n".join(["umask 022", *lines])],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        check=True,
+        timeout=60,
+    )
+    assert (tmp_path / "operator.key").read_text() == "a-key\n"
+    assert (tmp_path / "operator.key").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["systemd", "kubernetes", "container"])
+def test_a_page_gives_its_commands_in_the_repositorys_root(name: str) -> None:
+    named = {
+        word.lstrip("<")
+        for command in page_commands(COMMON / name / "README.md")
+        for word in command
+        if re.match(r"<?examples/", word)
+    }
+    named |= {
+        command[command.index("-k") + 1]
+        for command in page_commands(COMMON / name / "README.md")
+        if "-k" in command
+    }
+    assert named
+    assert [word for word in named if not list(EXAMPLES.parent.glob(word))] == []
+
+
+@pytest.mark.parametrize("name", ["systemd", "kubernetes"])
+def test_whoever_makes_users_is_told_of_etcdctl(name: str, tmp_path: Path) -> None:
+    assert "etcd-client" in (COMMON / name / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    done = subprocess.run(
+        [tmp_path / "sh", EXAMPLES / "certificates/make_users.sh", "pki", "127.0.0.1:2379"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "sudo apt-get install etcd-client" in done.stderr
+
+
+@pytest.mark.parametrize("tutorial", ["trn1", *TUTORIALS])
+def test_instances_are_gone_before_their_groups_are_deleted(tutorial: str) -> None:
+    orders = [w for w in page_commands(EXAMPLES / tutorial / "README.md") if w[0] == "aws"]
+    verbs = [words[2] for words in orders]
+    gone = verbs.index("wait")
+    assert orders[gone][3] == "instance-terminated"
+    assert verbs[gone - 1] == "terminate-instances"
+    assert {"delete-placement-group", "delete-security-group"} <= set(verbs[gone:])
+    assert all("--region" in words for words in orders)
+    has_addresses = int(settings(tutorial)["NUM_EFA"]) > 1
+    assert ("release-address" in verbs) is has_addresses
+
+
+@pytest.mark.parametrize("tutorial", ["trn1", *TUTORIALS])
+def test_the_second_step_looks_at_the_ports_that_the_others_take(tutorial: str) -> None:
+    def ports(step: str, *options: str) -> set[int]:
+        shown = run_step(EXAMPLES / tutorial / step, "--dry-run", *options, environ={"TP": "4"})
+        assert shown.returncode == 0, shown.stderr
+        return {int(port) for port in re.findall(r"(?::|port )(\d{4,5})\b", shown.stdout)}
+
+    registry = {40001}  # of the kernel's choice
+    one = ports("4-serve.sh") | ports("6-bench.sh") | ports("7-scale-out.sh") - registry
+    assert ports("2-check.sh") == one
+    two = ports("4-serve.sh", "--hosts", HOSTS) | ports("7-scale-out.sh", "--hosts", HOSTS)
+    assert ports("2-check.sh", "--hosts", HOSTS) == two

@@ -28,8 +28,8 @@ TRN1 = EXAMPLES / "trn1"
 IDS = {"REGION": "us-west-2", "SUBNET": "subnet-1", "KEY_NAME": "mine"}
 # What steps call that every system has.
 TOOLS = (
-    *("bash", "basename", "cat", "curl", "dirname", "env", "grep", "kill", "ls", "mkdir", "mktemp"),
-    *("mv", "nohup", "rm", "sed", "setsid", "sleep", "tail", "touch", "tr"),
+    *("bash", "basename", "cat", "curl", "dirname", "env", "flock", "grep", "kill", "ls", "mkdir"),
+    *("mktemp", "mv", "nohup", "readlink", "rm", "sed", "setsid", "sleep", "tail", "touch", "tr"),
 )
 
 
@@ -86,13 +86,36 @@ def test_a_dry_run_shows_commands_that_are_accepted_and_leaves_nothing(
         (["--state"], "--state needs a value"),
         (["--hosts", "10.1.0.11"], "two addresses or more"),
         (["--hosts", "trn-a,trn-b"], "trn-a is none"),
+        (["--hosts", "10.1.0.11,10.1.0.11"], "--hosts has 10.1.0.11 twice"),
+        (["--hosts", "10.1.0.11,10.1.0.256"], "10.1.0.256 is none"),
         (["--simulate", "--hosts", HOSTS], "hosts are this machine"),
+        (["--state", "/proc/none"], "nothing can be written to /proc/none: say --state FOLDER"),
     ],
 )
 def test_wrong_options_are_refused(options: list[str], says: str, tmp_path: Path) -> None:
     ended = run_step(TRN1 / "4-serve.sh", *options, environ={"STATE": str(tmp_path)})
     assert ended.returncode == 2
     assert says in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TP", "abc"), ("TP", "08"), ("TP", "0"), ("PROXY_PORT", "99999"), ("WORKER_PORT", "x")],
+)
+def test_settings_that_are_no_such_numbers_are_refused(
+    name: str, value: str, tmp_path: Path
+) -> None:
+    environ = {"STATE": str(tmp_path), name: value}
+    ended = run_step(TRN1 / "4-serve.sh", "--dry-run", environ=environ)
+    assert ended.returncode == 2
+    assert f"4-serve.sh: {name}={value} is no number from " in ended.stderr
+
+
+def test_a_step_is_found_by_a_link_and_whatever_CDPATH_says(tmp_path: Path) -> None:
+    (tmp_path / "step").symlink_to(TRN1 / "4-serve.sh")
+    ended = run_step(tmp_path / "step", "--dry-run", environ={"CDPATH": "/:.", "HOME": "/none"})
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("$ env NEURON_RT_VISIBLE_CORES=0-31")
 
 
 def refused(
@@ -125,6 +148,7 @@ def test_a_missing_program_is_said_with_its_mend(tmp_path: Path) -> None:
     for step, hosts, program in [
         ("2-check.sh", "", "neuron-di"),
         ("4-serve.sh", "", "neuron-di"),
+        ("3-compile.sh", "", "neuronx-cc"),
         ("4-serve.sh", "127.0.0.1,127.0.0.2", "etcd"),
         ("1-launch.sh", "", "aws"),
     ]:
@@ -149,6 +173,10 @@ def test_what_install_needs_is_said_with_its_mend(tmp_path: Path) -> None:
     python.chmod(0o755)
     ended = run_step(copy / "install.sh", environ=environ)
     assert ended.returncode == 2
+    assert f"{sdk} has no neuronx-cc\n  mend: SDK_ENVIRONMENT=" in ended.stderr
+    (sdk / "bin/neuronx-cc").symlink_to("/bin/true")
+    ended = run_step(copy / "install.sh", environ=environ)
+    assert ended.returncode == 2
     assert "no-headers/Python.h\n  mend: sudo apt-get install python3-dev" in ended.stderr
     assert not (tmp_path / ".venv").exists()
 
@@ -167,13 +195,17 @@ def test_only_processes_that_the_steps_started_are_ended(tmp_path: Path) -> None
         (tmp_path / "serve.pid").write_text(f"{stranger.pid} 1\n")
         (tmp_path / "decode-1.pid").write_text(f"{ours.pid} {_start_ticks(ours.pid)}\n")
         (tmp_path / "etcd.pid").write_text("\n")  # a step that was broken off while it wrote
+        # What else is in the folder is not theirs.
+        (tmp_path / "postgres.pid").write_text(f"{stranger.pid}\n")
+        (tmp_path / "etcd").mkdir()
         ended = run_step(TRN1 / "8-drain.sh", environ={"STATE": str(tmp_path), "PROXY_PORT": "1"})
         assert ended.returncode == 0, ended.stderr
         assert ours.wait(timeout=10) < 0
         assert "decode-1 has ended" in ended.stdout
         assert "serve has ended" not in ended.stdout
         assert stranger.poll() is None
-    assert list(tmp_path.glob("*.pid")) == []
+    assert list(tmp_path.glob("*.pid")) == [tmp_path / "postgres.pid"]
+    assert (tmp_path / "etcd").is_dir()
 
 
 def _start_ticks(pid: int) -> str:

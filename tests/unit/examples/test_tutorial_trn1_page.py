@@ -64,8 +64,8 @@ def test_awss_own_command_line_takes_its_orders() -> None:
     if shutil.which("aws") is None:
         pytest.skip("aws is not installed")
     orders = {words[2]: words for words in page_commands(PAGE) if words[0] == "aws"}
-    assert len(orders) == 7
-    for verb in ("describe-instances", "associate-address", "delete-security-group"):
+    assert len(orders) == 8
+    for verb in ("describe-instances", "associate-address", "wait", "delete-security-group"):
         checked = check_aws([word.replace("$", "") for word in orders[verb]])
         assert checked.returncode == 0, checked.stderr
 
