@@ -1,5 +1,6 @@
 """What holds for every test: its environment, and who runs beside whom."""
 
+import gc
 import os
 import sys
 from typing import Any
@@ -8,27 +9,43 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-# Torch's threads spin while they wait: with more of them than free cores all are slow.
+# Torch's threads spin while they wait: with more of them than free cores all are slow. So there is
+# one, and where a test is about several they sleep instead.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Each test's processes load torch: without kept byte code each of them compiles it again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 if sys.flags.optimize:  # python -O -m pytest: the processes that tests start drop asserts, too
     os.environ["PYTHONOPTIMIZE"] = str(sys.flags.optimize)
 
-_SERVERS = ("tests/e2e/", "tests/chaos/", "tests/dynamic/", "tests/sim/")
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_look_through() -> None:
+    """What is there before a file's tests is no garbage. Each collection would look through all of
+    it again, most of it torch's and pytest's: half a second, some hundred times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2`: tests of whole servers, real or simulated, beside all others.
+    """With `-n 2`: one process begins with the tests of parts, the other with those of servers.
 
-    So which test runs in which process, and after which, is the same in every run.
+    All tests of parts stay in one process, and so do those of a cluster, or of a file of the
+    end-to-end tests: after which of them a test runs is the same in every run. Who is done takes
+    the next file of what is left, the largest first and single simulations at the end, so that
+    both are done at the same time.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class TwoHalves(LoadScopeScheduling):
+    class ByKind(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "servers" if nodeid.startswith(_SERVERS) else "parts"
+            file, _, _ = nodeid.partition("::")
+            if nodeid.startswith("tests/sim/"):
+                return nodeid
+            if nodeid.startswith("tests/e2e/"):
+                return file
+            return "clusters" if nodeid.startswith(("tests/chaos/", "tests/dynamic/")) else "parts"
 
-    return TwoHalves(config, log)
+    return ByKind(config, log)

@@ -30,6 +30,13 @@ def everywhere() -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_the_trees() -> Iterator[None]:
+    """They are two million objects, which every garbage collection would look through."""
+    yield
+    tree_of.cache_clear()
+
+
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))

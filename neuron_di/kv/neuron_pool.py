@@ -6,12 +6,12 @@
 A request has one slot, and so one block, as long as the longest request. What computes reads and
 writes the device. Engines that move the host's bytes, digests and resharding work on the mirror,
 unchanged, and `to_host` and `to_device` bring one to the other. Pages of the mirror that no request
-used take no memory.
+used take no memory. Those that were used stay, and a digest is enough to use one, so in time it may
+be all of them: a worker's memory plan counts the whole mirror.
 
 So far this has run on a simulator of libnrt only.
 """
 
-import fcntl
 import mmap
 import os
 import threading
@@ -24,10 +24,8 @@ from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.neuron_copies import DeviceKv, NeuronCopies
 from neuron_di.kv.pool import KvPool, segment_bytes
 from neuron_di.types import BlockId, Incarnation
+from neuron_di_bindings import shared_memory
 from neuron_di_bindings.nrt import NrtError, NrtMisuse, NrtWorkerError
-
-# As shared_memory's: a peer refuses to map what may shrink beneath it.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class NeuronPool(KvPool):
@@ -64,7 +62,7 @@ class NeuronPool(KvPool):
         """Reserve the mirror, untouched. ConfigError when it cannot be had or does not fit."""
         size_bytes = segment_bytes(layout, num_blocks)
         try:
-            fd, view = _open_mirror(size_bytes)
+            fd, view = shared_memory.create_segment("neuron-di-kv", size_bytes, is_touched=False)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"cannot reserve {size_bytes} bytes of shared memory for the KV pool: {error}"
@@ -203,16 +201,3 @@ class NeuronPool(KvPool):
                 raise
             except (NrtError, NrtMisuse) as error:
                 raise WorkerFailed(f"KV could not be copied: {error}") from None
-
-
-def _open_mirror(size_bytes: int) -> tuple[int, mmap.mmap]:
-    """As shared_memory.create_segment, but no page is there before it is touched: the device has
-    the KV, and the mirror the part of it that goes by way of the host."""
-    fd = os.memfd_create("neuron-di-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return fd, mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError, OverflowError):
-        os.close(fd)
-        raise

@@ -14,23 +14,27 @@ import stat
 
 # Linux 5.14; not in the mmap module of Python 3.11.
 _POPULATE_BYTES = 16 << 20
+_STAT_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def create_segment(label: str, size_bytes: int) -> tuple[int, mmap.mmap]:
-    """A zeroed segment of this size, every page present: (descriptor, writable map).
+def create_segment(
+    label: str, size_bytes: int, *, is_touched: bool = True
+) -> tuple[int, mmap.mmap]:
+    """A zeroed segment of this size: (descriptor, writable map). The caller owns both.
 
-    The caller owns both. Pages are touched now because a first touch costs several times
-    a copy; OSError when the memory is not there.
+    Every page is touched now, because a first touch costs several times a copy; OSError when the
+    memory is not there. Without `is_touched` no page is there before its first use.
     """
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         view = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        _populate(view)
+        if is_touched:
+            _populate(view)
     except (OSError, ValueError, OverflowError):
         os.close(fd)
         raise
@@ -57,7 +61,8 @@ def _populate(view: mmap.mmap) -> None:
 
 
 def open_peer_segment(pid: int, fd: int, size_bytes: int) -> mmap.mmap:
-    """Map another process's segment read-only, every page of it. The caller owns the map.
+    """Map another process's segment read-only. The caller owns the map. Where every page is there,
+    all are mapped at once; where the owner has left some out, none is made.
 
     OSError when the process or descriptor is gone, is not this user's, or is not a memfd sealed
     at exactly this size: a peer's numbers must not make us open anything else.
@@ -75,10 +80,15 @@ def open_peer_segment(pid: int, fd: int, size_bytes: int) -> mmap.mmap:
         if not fcntl.fcntl(local_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError(f"segment of process {pid} may shrink")
         view = mmap.mmap(local_fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        with contextlib.suppress(OSError):  # an older kernel maps each page at its first read
-            # In pieces: each call holds the interpreter lock, and others must run meanwhile.
-            for start in range(0, size_bytes, _POPULATE_BYTES):
-                view.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_BYTES, size_bytes - start))
+        if found.st_blocks * _STAT_BLOCK_BYTES >= size_bytes:  # else a read makes what is not there
+            _populate_read(view)
         return view
     finally:
         os.close(local_fd)
+
+
+def _populate_read(view: mmap.mmap) -> None:
+    with contextlib.suppress(OSError):  # an older kernel maps each page at its first read
+        # In pieces: each call holds the interpreter lock, and others must run meanwhile.
+        for start in range(0, len(view), _POPULATE_BYTES):
+            view.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_BYTES, len(view) - start))

@@ -76,7 +76,8 @@ def test_blocks_arrive_bit_exact_and_no_other_changes(pair, blocks):
 
 
 def test_many_random_block_lists(kind):
-    check_block_lists(kind.name, num_lists=1000, seed=1)
+    is_on_device = not kind.lands and not kind.hands_over  # to compare is to read all of it
+    check_block_lists(kind.name, num_lists=200 if is_on_device else 1000, seed=1)
 
 
 def test_byte_runs_of_any_alignment_land_in_registered_memory_or_are_refused(kind):

@@ -63,7 +63,8 @@ async def test_decode_worker_that_is_bound_to_another_prefill_worker(llama: Path
     ):
         for stream in (False, True):
             refused = await refusal_of(client, stream=stream)
-            assert (refused.status, refused.error["code"]) == (502, "peer_refused")
+            assert refused.error["code"] == "peer_refused"
+            assert refused.status == 502 or (stream and refused.status == 200)  # token 0 was first
             assert refused.error["message"] == "decode-0 is bound to (hidden)"
         load = await client.until_idle()
         assert load["prefill-0"]["num_blocks_free"] > 0

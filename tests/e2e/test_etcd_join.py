@@ -37,6 +37,20 @@ class Cluster:
             )
         )
 
+    async def end(self, worker_id: str) -> None:
+        """Ask one to end. It does so in good order."""
+        process = self.parts[worker_id].process
+        process.terminate()
+        async with asyncio.timeout(60):
+            await process.communicate()
+        assert process.returncode == 0
+
+    async def known(self) -> set[str]:
+        """The workers that the proxy knows. It has refused none."""
+        report = await self.client.get("/status")
+        assert report["refused"] == []
+        return {each["record"]["worker_id"] for each in report["workers"]}
+
     async def first_served_by(self, leg: str, worker_id: str) -> list[Answer]:
         """Ask, one request after another, until this worker has had a leg. All answers."""
         answers = []
@@ -56,6 +70,7 @@ async def running_cluster(model: Path, *etcd_flags: str) -> AsyncIterator[Cluste
         cluster.parts["proxy"] = proxy
         for role in ("prefill", "decode"):
             await cluster.worker(f"{role}-0", role=role)
+        await eventually(lambda: _ok(cluster.client))
         yield cluster
 
 
@@ -68,33 +83,20 @@ def addresses_of(etcd: Etcd) -> str:
 async def check_joins(cluster: Cluster) -> None:
     """A second worker of each role has its part of the requests, and not one fails meanwhile."""
     client = cluster.client
-
-    async def available() -> bool | None:
-        return True if (await client.get("/health"))["status"] == "ok" else None
-
-    await eventually(available)
     wanted = (await client.ask(PROMPT, **PARAMS)).text
     for role in ("prefill", "decode"):
         joined = f"{role}-1"
         await cluster.worker(joined, role=role)
         answers = await cluster.first_served_by(role, joined)
         assert {answer.text for answer in answers} == {wanted}
-    report = await client.get("/status")
-    assert {each["record"]["worker_id"] for each in report["workers"]} == {
-        *("prefill-0", "prefill-1", "decode-0", "decode-1")
-    }
-    assert report["refused"] == []
+    assert await cluster.known() == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
     assert all(each.process.returncode is None for each in cluster.parts.values())
     shown = await run("status", "--url", client.url)
     assert shown.code == 0
     assert all(f"{name} " in shown.stdout for name in ("prefill-1", "decode-1"))
     # It leaves as it came: told to end, it is nobody's partner any more.
     for leaving in ("prefill-0", "decode-0"):
-        process = cluster.parts[leaving].process
-        process.terminate()
-        async with asyncio.timeout(60):
-            await process.communicate()
-        assert process.returncode == 0
+        await cluster.end(leaving)
         assert (await client.ask(PROMPT, **PARAMS)).text == wanted
 
 
@@ -104,6 +106,21 @@ async def test_workers_join_through_etcd_although_one_of_its_addresses_is_dead(l
         running_cluster(llama, f"--etcd={addresses_of(etcd)}") as cluster,
     ):
         await check_joins(cluster)
+
+
+async def check_is_let_in(cluster: Cluster) -> None:
+    """The workers, which were started after the proxy, serve and leave as they came."""
+    answer = await cluster.client.ask(PROMPT, **PARAMS)
+    receipt = await cluster.client.receipt(answer.answer_id)
+    assert (receipt["prefill_worker"], receipt["decode_worker"]) == ("prefill-0", "decode-0")
+    assert await cluster.known() == {"prefill-0", "decode-0"}
+    await cluster.end("decode-0")
+
+    async def is_gone() -> bool | None:
+        return True if await cluster.known() == {"prefill-0"} else None
+
+    await eventually(is_gone)
+    assert (await cluster.client.get("/health"))["status"] == "unavailable"
 
 
 async def test_workers_join_with_client_certificates(llama: Path) -> None:
@@ -118,7 +135,7 @@ async def test_workers_join_with_client_certificates(llama: Path) -> None:
             f"--etcd-key={pem.path('worker.key')}",
         )
         async with running_cluster(llama, *flags) as cluster:
-            await check_joins(cluster)
+            await check_is_let_in(cluster)
 
 
 async def test_workers_join_with_a_password(llama: Path, tmp_path: Path) -> None:
@@ -134,7 +151,7 @@ async def test_workers_join_with_a_password(llama: Path, tmp_path: Path) -> None
             f"--etcd-password-file={password}",
         )
         async with running_cluster(llama, *flags) as cluster:
-            await check_joins(cluster)
+            await check_is_let_in(cluster)
 
 
 async def test_who_may_not_says_so_and_joins_when_it_may(llama: Path, tmp_path: Path) -> None:

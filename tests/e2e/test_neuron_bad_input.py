@@ -4,6 +4,7 @@ So far this has run on a simulator of libnrt only.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 from neuron_kit import Host, has_compiler, simulated_host
+from nrt_sim.build import library_path
 from process_kit import said
 
 pytestmark = [
@@ -94,6 +96,31 @@ async def test_send_and_receive_where_there_is_no_efa(host: Host) -> None:
     assert "send and receive on core" in words
     assert "EFA" in words
     assert "--transfer shm,tcp" in words
+
+
+@pytest.mark.parametrize(
+    ("api", "name"),
+    [(2, "nrt_kv_store_server.lock"), (3, f"nrt_kv_store_server_lock_uid_{os.getuid()}")],
+)
+async def test_a_bootstrap_lock_that_another_user_left_behind(
+    host: Host, tmp_path: Path, api: int, name: str
+) -> None:
+    """The runtime cannot take it. What the runtime has in /tmp, the simulator has below its root;
+    there no other test's process looks for it."""
+    locks = tmp_path / "hosts" / "127.0.0.1" / "tmp"
+    locks.mkdir(parents=True)
+    lock = locks / name
+    lock.touch(mode=0o600)
+    if os.getuid() == 0:
+        os.chown(lock, 65534, 65534)
+    else:  # nobody may give a file away: it is closed to its owner, too
+        lock.chmod(0)
+    library = str(library_path(api))
+    here = host.with_(NRT_SIM_ROOT=str(tmp_path), TMPDIR=str(locks), NEURON_DI_LIBNRT=library)
+    words = await refusal(here, "--transfer=nrt")
+    assert "does not open send and receive on core" in words
+    assert f"a bootstrap lock file of another user, {lock}: " in words
+    assert words.endswith("delete it")
 
 
 @asynccontextmanager

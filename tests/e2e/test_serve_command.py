@@ -47,9 +47,9 @@ async def test_serve_until_ctrl_c(llama: Path) -> None:
 
 
 async def test_children_end_with_a_launcher_that_is_killed(llama: Path) -> None:
-    async with command("serve", str(llama), "--port=0", "--threads=1") as serving:
+    async with command("serve", str(llama), "--combined", "--port=0", "--threads=1") as serving:
         await said(serving, r"serving tiny-llama at")
-        assert len(children_of(serving.pid)) == 3
+        assert len(children_of(serving.pid)) == 2
         serving.kill()
         await serving.wait()
 
@@ -94,7 +94,7 @@ async def test_a_worker_that_ends_is_started_again(llama: Path, tmp_path: Path) 
 
 
 async def test_without_its_proxy_it_ends(llama: Path) -> None:
-    async with command("serve", str(llama), "--port=0", "--threads=1") as serving:
+    async with command("serve", str(llama), "--combined", "--port=0", "--threads=1") as serving:
         url = (await said(serving, r"serving tiny-llama at (http://\S+)/v1$"))[1]
         os.kill((await _pids(url))["proxy"], signal.SIGKILL)
         await said(serving, r"^proxy was ended by signal 9; stopping$")

@@ -75,15 +75,29 @@ def ranks_of(worker_pid: int) -> list[psutil.Process]:
 
 
 async def test_a_combined_worker_of_two_ranks(tiny_tales: Path, expected: list[Generation]) -> None:
+    """When one of them dies the worker ends, and is started again."""
     async with running(tiny_tales, combined=True, tp=2) as (client, fleet):
         check(await answers_of(client), expected)
         (status,) = (await client.until_idle()).values()
         assert status["record"]["num_ranks"] == 2
         assert status["record"]["numerics"].startswith("cpu float32 torch threads=1 tp=2")
+        assert "tp=2" in (await run("status", "--url", client.url)).stdout
+        worker = psutil.Process(fleet.pids()["combined-0"])
+        (rank,) = ranks_of(worker.pid)
+        os.kill(rank.pid, signal.SIGKILL)
+
+        async def is_back() -> Client | None:
+            pid = fleet.pids().get("combined-0")
+            (status,) = (await client.load()).values() or (None,)
+            is_new = status is not None and status["record"]["pid"] != worker.pid
+            return client if pid not in (None, worker.pid) and is_new else None
+
+        await eventually(is_back)
+        assert not worker.is_running()
+        check(await answers_of(client), expected)
+
         ranks = ranks_of(fleet.pids()["combined-0"])
         assert len(ranks) == 1
-        report = await run("status", "--url", client.url)
-        assert "tp=2" in report.stdout
         fleet.kill()
 
         async def all_gone() -> bool | None:
@@ -112,25 +126,6 @@ async def test_one_degree_hands_over_to_another(
         assert receipt["prefill_worker"] == "prefill-0"
         assert receipt["decode_worker"] == "decode-0"
     check(answers, expected)
-
-
-async def test_a_worker_whose_rank_dies_is_started_again(
-    tiny_tales: Path, expected: list[Generation]
-) -> None:
-    async with running(tiny_tales, combined=True, tp=2) as (client, fleet):
-        worker = psutil.Process(fleet.pids()["combined-0"])
-        (rank,) = ranks_of(worker.pid)
-        os.kill(rank.pid, signal.SIGKILL)
-
-        async def is_back() -> Client | None:
-            pid = fleet.pids().get("combined-0")
-            (status,) = (await client.load()).values() or (None,)
-            is_new = status is not None and status["record"]["pid"] != worker.pid
-            return client if pid not in (None, worker.pid) and is_new else None
-
-        await eventually(is_back)
-        assert not worker.is_running()
-        check(await answers_of(client), expected)
 
 
 async def test_a_degree_that_does_not_fit_is_named(tiny_tales: Path) -> None:

@@ -24,9 +24,16 @@ right order of posts and flushes; and recovery from the failures of a schedule.
 What it cannot prove, and nothing here claims: registration of device memory with EFA and its
 limits; real limits, timings, bandwidth and overlap; when received bytes become visible to a
 device; what the real library does where its documents are silent (a status for a core that is
-taken, what happens at a peer's death, the units of a time-out); compiled NEFFs; collectives
-between processes; copies on the device that a version of the runtime refuses although both
-tensors are on one core, as one third party saw between tensors of different sizes.
+taken, what happens at a peer's death, the units of a time-out); compiled NEFFs; copies on the
+device that a version of the runtime refuses although both tensors are on one core, as one third
+party saw between tensors of different sizes.
+
+Nothing here is collective. nrt_build_global_comm, nrt_cc_global_comm_init and nrt_barrier work for
+a group of one rank, and fail for more. nrt_load_collectives loads any rank, in a process of its own
+or not, and looks for NEURON_RT_ROOT_COMM_ID where one is due; but ranks never meet: none waits for
+another, misses one that is not there or died, or gets a byte from it. nrta_cc_prepare and
+nrta_cc_schedule fail, and nrt_get_libnccl_net finds no plug-in. The stand-in for NxD Inference has
+all ranks of a model in one process, as NxD Inference has, and computes them as one.
 """
 
 import hashlib

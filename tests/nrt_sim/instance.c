@@ -1,10 +1,14 @@
 /*
  * The instance that is simulated, its counts and facts (nrt.h, and AWS's pages on its instances).
  *
- * NRT_SIM_INSTANCE chooses a profile. Counts and the version may be asked for at any time; they
- * read the environment anew until nrt_init has fixed it. The addresses of EFA adapters are those
- * which AWS's open device maps list for these instances; trn1.2xlarge and inf2 have no EFA.
- * The `size` of an instance is 0: its values are documented nowhere.
+ * NRT_SIM_INSTANCE chooses a profile. The version, the counts and what the instance is may be asked
+ * for at any time: the environment is read anew until nrt_init has fixed it. The addresses of EFA
+ * adapters are those which AWS's open device maps list for these instances; trn1.2xlarge and inf2
+ * have no EFA.
+ *
+ * nrt.h says of the two older counts, too, that they count virtual cores. Whether
+ * nrt_get_instance_info works before nrt_init, it leaves open: here it does, so nobody can take its
+ * answer for a sign that the runtime was started.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,6 +30,7 @@ static const char *const trn2_efa[16] = {
 static const struct sim_profile profiles[] = {
     {.name = "trn1.32xlarge",
      .family = NRT_INSTANCE_TRN1,
+     .size = NRT_INSTANCE_SIZE_32XL,
      .arch_name = "trn1",
      .num_devices = 16,
      .cores_per_device = 2,
@@ -35,6 +40,7 @@ static const struct sim_profile profiles[] = {
      .efa_bdfs = trn1_efa},
     {.name = "trn1.2xlarge",
      .family = NRT_INSTANCE_TRN1,
+     .size = NRT_INSTANCE_SIZE_2XL,
      .arch_name = "trn1",
      .num_devices = 1,
      .cores_per_device = 2,
@@ -43,6 +49,7 @@ static const struct sim_profile profiles[] = {
      .lnc_max = 1},
     {.name = "inf2.48xlarge",
      .family = NRT_INSTANCE_INF2,
+     .size = NRT_INSTANCE_SIZE_48XL,
      .arch_name = "inf2",
      .num_devices = 12,
      .cores_per_device = 2,
@@ -51,6 +58,7 @@ static const struct sim_profile profiles[] = {
      .lnc_max = 1},
     {.name = "trn2.48xlarge",
      .family = NRT_INSTANCE_TRN2,
+     .size = NRT_INSTANCE_SIZE_48XL,
      .arch_name = "trn2",
      .num_devices = 16,
      .cores_per_device = 8,
@@ -147,56 +155,62 @@ NRT_STATUS nrt_get_version(nrt_version_t *version, size_t size)
     SIM_RETURN(NRT_SUCCESS);
 }
 
+/* The host at any time: as nrt_init found it, or as the environment has it now. */
+static NRT_STATUS look_at_host(struct sim_host *host)
+{
+    if (sim_state() != SIM_OPEN)
+        return sim_read_host(host);
+    *host = current;
+    return NRT_SUCCESS;
+}
+
 NRT_STATUS nrt_get_instance_info(nrt_instance_info_t *info, size_t size)
 {
-    SIM_ENTER("nrt_get_instance_info");
+    SIM_ENTER_ANY("nrt_get_instance_info");
     SIM_NOTE("size", size);
+    struct sim_host host;
     if (info == NULL || size != sizeof(*info))
         SIM_RETURN(NRT_INVALID);
-    *info = (nrt_instance_info_t){.family = current.profile->family};
-    snprintf(info->arch_name, sizeof(info->arch_name), "%s", current.profile->arch_name);
+    NRT_STATUS status = look_at_host(&host);
+    if (status != NRT_SUCCESS)
+        SIM_RETURN(status);
+    *info = (nrt_instance_info_t){.family = host.profile->family, .size = host.profile->size};
+    snprintf(info->arch_name, sizeof(info->arch_name), "%s", host.profile->arch_name);
     SIM_RETURN(NRT_SUCCESS);
 }
 
 /* Logical cores: the host's, or those that are this process's. */
-static NRT_STATUS count_cores(uint32_t *count, bool is_total, bool is_physical)
+static NRT_STATUS count_cores(uint32_t *count, bool is_total)
 {
-    struct sim_host fresh;
-    const struct sim_host *host = &current;
-    if (count == NULL)
-        return NRT_INVALID;
-    if (sim_state() != SIM_OPEN) {
-        NRT_STATUS status = sim_read_host(&fresh);
-        if (status != NRT_SUCCESS)
-            return status;
-        host = &fresh;
-    }
-    *count = (is_total ? host->num_lncs : host->num_mine) * (is_physical ? host->lnc_size : 1);
-    return NRT_SUCCESS;
+    struct sim_host host;
+    NRT_STATUS status = count == NULL ? NRT_INVALID : look_at_host(&host);
+    if (status == NRT_SUCCESS)
+        *count = is_total ? host.num_lncs : host.num_mine;
+    return status;
 }
 
 NRT_STATUS nrt_get_total_vnc_count(uint32_t *count)
 {
     SIM_ENTER_ANY("nrt_get_total_vnc_count");
-    SIM_RETURN(count_cores(count, true, false));
+    SIM_RETURN(count_cores(count, true));
 }
 
 NRT_STATUS nrt_get_visible_vnc_count(uint32_t *count)
 {
     SIM_ENTER_ANY("nrt_get_visible_vnc_count");
-    SIM_RETURN(count_cores(count, false, false));
+    SIM_RETURN(count_cores(count, false));
 }
 
 NRT_STATUS nrt_get_total_nc_count(uint32_t *count)
 {
     SIM_ENTER_ANY("nrt_get_total_nc_count");
-    SIM_RETURN(count_cores(count, true, true));
+    SIM_RETURN(count_cores(count, true));
 }
 
 NRT_STATUS nrt_get_visible_nc_count(uint32_t *count)
 {
     SIM_ENTER_ANY("nrt_get_visible_nc_count");
-    SIM_RETURN(count_cores(count, false, true));
+    SIM_RETURN(count_cores(count, false));
 }
 
 NRT_STATUS nrt_host_device_id_get(int neuron_device, uint32_t *host_device_id)

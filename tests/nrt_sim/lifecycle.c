@@ -3,8 +3,8 @@
  *
  * A process may open the runtime again after it closed it. nrt_init while it is open returns
  * FAILURE. Closing what is not open, closing while another call runs, and any use in a forked
- * child of an open process are violations: the real library leaves them undefined. Collectives
- * between processes are not simulated; the calls say so and fail.
+ * child of an open process are violations: the real library leaves them undefined. A group of one
+ * meets itself; collectives between processes are not simulated: build.py says what that means.
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -130,8 +130,8 @@ NRT_STATUS nrt_load(const void *neff, size_t size, int32_t vnc, int32_t vnc_coun
 
 /*
  * A world larger than this process's cores needs somewhere to meet: NEURON_RT_ROOT_COMM_ID
- * (AWS's configuration guide). Each rank's program computes its own share; nothing goes between
- * ranks.
+ * (AWS's configuration guide). Each rank's program computes its own share: nothing goes between
+ * ranks, none waits for another, and whether the others are there nobody looks.
  */
 NRT_STATUS nrt_load_collectives(const void *neff, size_t size, int32_t vnc, int32_t vnc_count,
                                 uint32_t ctx_device_id, uint32_t ctx_device_count,

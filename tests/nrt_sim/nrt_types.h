@@ -72,6 +72,19 @@ typedef enum {
     NRT_INSTANCE_TRN3PDS98 = 15,
 } nrt_instance_family_t;
 
+typedef enum { /* in the order of the header, not of size */
+    NRT_INSTANCE_SIZE_1XL = 0,
+    NRT_INSTANCE_SIZE_2XL = 1,
+    NRT_INSTANCE_SIZE_4XL = 2,
+    NRT_INSTANCE_SIZE_6XL = 3,
+    NRT_INSTANCE_SIZE_8XL = 4,
+    NRT_INSTANCE_SIZE_24XL = 5,
+    NRT_INSTANCE_SIZE_32XL = 6,
+    NRT_INSTANCE_SIZE_48XL = 7,
+    NRT_INSTANCE_SIZE_3XL = 8,
+    NRT_INSTANCE_SIZE_UNKNOWN = 9,
+} nrt_instance_size_t;
+
 typedef enum {
     NRT_TENSOR_PLACEMENT_DEVICE = 0,
     NRT_TENSOR_PLACEMENT_HOST = 1,
@@ -117,7 +130,7 @@ typedef struct {
 
 typedef struct {
     uint32_t family; /* nrt_instance_family_t */
-    uint32_t size;
+    uint32_t size;   /* nrt_instance_size_t */
     char arch_name[16];
     char device_revision[8];
 } nrt_instance_info_t;
@@ -173,9 +186,19 @@ typedef struct {
     size_t num_tensors;
 } nrt_tensor_list_t;
 
-/* The public headers name these two types and no values: the simulator hands them on unread. */
-typedef int nrt_op_type_t;
-typedef int nrt_cc_op_type_t;
+typedef enum {
+    NRT_OP_ADD = 0,
+    NRT_OP_FMA = 1,
+    NRT_OP_MAX = 2,
+    NRT_OP_MIN = 3,
+    NRT_OP_INVALID = 0xF,
+} nrt_op_type_t;
+
+typedef enum {
+    NRT_CC_ALLGATHER = 0,
+    NRT_CC_ALLREDUCE = 1,
+    NRT_CC_REDUCESCATTER = 2,
+} nrt_cc_op_type_t;
 
 /* Top 16 bits: the execution unit. Low 48 bits: a number that only grows. */
 typedef uint64_t nrta_seq_t;

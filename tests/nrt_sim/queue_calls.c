@@ -5,8 +5,10 @@
  * and AWS's own callers have it, while the published headers are older: it must be the core the
  * tensor is on. In API 2 there is no such argument.
  *
- * Collectives outside of a model are not simulated: nrta_cc_* return FAILURE.
+ * Collectives outside of a model are not simulated: nrta_cc_prepare refuses what the headers do not
+ * know as INVALID, and all else, like nrta_cc_schedule, with FAILURE and a line on stderr.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -243,6 +245,12 @@ NRT_STATUS nrta_execute_schedule(nrt_model_t *model, const nrt_tensor_set_t *inp
 
 /* ---- Collectives ----------------------------------------------------------------------------- */
 
+static NRT_STATUS refuse_collective(const char *name)
+{
+    fprintf(stderr, "nrt_sim: %s: collectives outside of a model are not simulated\n", name);
+    return NRT_FAILURE;
+}
+
 NRT_STATUS nrta_cc_prepare(nrt_cc_comm_t *communicator, nrt_tensor_list_t *inputs,
                            nrt_tensor_list_t *outputs, nrt_dtype_t dtype, nrt_op_type_t operation,
                            nrt_cc_op_type_t collective, nrt_cc_context_t **context)
@@ -251,9 +259,11 @@ NRT_STATUS nrta_cc_prepare(nrt_cc_comm_t *communicator, nrt_tensor_list_t *input
     SIM_NOTE("dtype", dtype);
     SIM_NOTE("operation", operation);
     SIM_NOTE("collective", collective);
-    if (communicator == NULL || inputs == NULL || outputs == NULL || context == NULL)
+    const bool is_known = dtype > NRT_DTYPE_UNKNOWN && dtype <= NRT_DTYPE_FP8_E5 &&
+                          operation <= NRT_OP_MIN && collective <= NRT_CC_REDUCESCATTER;
+    if (communicator == NULL || inputs == NULL || outputs == NULL || context == NULL || !is_known)
         SIM_RETURN(NRT_INVALID);
-    SIM_RETURN(NRT_FAILURE);
+    SIM_RETURN(refuse_collective("nrta_cc_prepare"));
 }
 
 NRT_STATUS nrta_cc_schedule(nrt_cc_context_t **context, int queue, sim_result_t *result,
@@ -264,5 +274,5 @@ NRT_STATUS nrta_cc_schedule(nrt_cc_context_t **context, int queue, sim_result_t 
     (void)result;
     if (context == NULL || sequence == NULL)
         SIM_RETURN(NRT_INVALID);
-    SIM_RETURN(NRT_FAILURE);
+    SIM_RETURN(refuse_collective("nrta_cc_schedule"));
 }

@@ -18,9 +18,10 @@
  * NRT_SIM_CONNECT_DELAY_MS (5: how long a pair takes until it counts as connected),
  * NRT_SIM_BYTES_PER_S (0: no limit; of all that leaves one lnc), NRT_SIM_LOCK_WAIT_MS (2000).
  *
- * The bootstrap lock file is root/hosts/<address>/tmp/nrt_kv_store_server_lock_uid_<uid>. A test
- * makes a stale one by creating the file with mode 0, which stands for another user's, or by
- * holding flock(LOCK_EX) on it.
+ * The bootstrap lock file is nrt_kv_store_server_lock_uid_<uid>, or nrt_kv_store_server.lock with
+ * API 2, as in AWS's guides of that time. It lies in root/hosts/<address>/tmp, that host's /tmp. A
+ * test makes a stale one by creating the file with mode 0 or another owner, or by holding
+ * flock(LOCK_EX) on it.
  */
 #include <stdio.h>
 #include <stdlib.h>

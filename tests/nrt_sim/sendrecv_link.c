@@ -268,7 +268,10 @@ bool take_bootstrap_lock(int *fd)
     if (sim_host_folder(sim_host_address(), "tmp", path) != NRT_SUCCESS)
         return false;
     size_t size = strlen(path);
-    snprintf(path + size, sizeof(path) - size, "/nrt_kv_store_server_lock_uid_%u", geteuid());
+    if (SIM_API == 2)
+        snprintf(path + size, sizeof(path) - size, "/nrt_kv_store_server.lock");
+    else
+        snprintf(path + size, sizeof(path) - size, "/nrt_kv_store_server_lock_uid_%u", geteuid());
     *fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     const char *reason = foreignness(*fd);
     uint64_t deadline_us = sim_now_us() + sendrecv_settings.lock_wait_us;

@@ -195,6 +195,7 @@ enum { SIM_CORES_MAX = 128, SIM_PATH_MAX = 512 };
 struct sim_profile {
     const char *name;
     nrt_instance_family_t family;
+    nrt_instance_size_t size;
     const char *arch_name;
     uint32_t num_devices;
     uint32_t cores_per_device; /* physical */

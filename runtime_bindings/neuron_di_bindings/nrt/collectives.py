@@ -1,5 +1,7 @@
 """What processes of one collective group do together.
 
+Collective operations outside of models (nrta_cc_*) have no method: see `functions.py`.
+
 So far this has run on a simulator of libnrt only, where a group has one rank.
 """
 

@@ -9,7 +9,8 @@ status pointer and `lnc_idx` are new) and from AWS's open-source client nkipy, w
 against the real ones.
 
 nrta_cc_prepare, nrta_cc_schedule and nrta_event_register_xu_completion are declared for the table
-only: nothing here calls them.
+only: nothing here calls them. Collectives belong to the compiled models; outside of them these two
+are marked as subject to change, and the simulator has none, so a method could not be tried.
 
 So far these declarations have been held against a simulator of libnrt only.
 """

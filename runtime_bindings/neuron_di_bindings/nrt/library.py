@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from neuron_di_bindings.nrt.functions import Answer, NrtFunction, of_generation
-from neuron_di_bindings.nrt.status import NrtMisuse, NrtStatus, NrtUnsupported, error_of
+from neuron_di_bindings.nrt.status import (
+    NrtError,
+    NrtMisuse,
+    NrtStatus,
+    NrtUnsupported,
+    error_of,
+)
 from neuron_di_bindings.nrt.structs import NrtVersionStruct
 
 PATH_VARIABLE = "NEURON_DI_LIBNRT"
@@ -125,6 +131,21 @@ class NrtLibrary:
         texts = (found.rt_detail, found.git_hash)
         return NrtVersion(*numbers, *(text.decode(errors="replace") for text in texts))
 
+    def is_started(self) -> bool:
+        """Whether somebody has started the runtime and has not closed it.
+
+        Asks for a tensor set: instance and counts may be told before the start, too.
+        """
+        place = ctypes.c_void_p()
+        try:
+            self.call("nrt_allocate_tensor_set", ctypes.byref(place))
+        except NrtUnsupported:  # then it is no runtime
+            return False
+        except NrtError as error:
+            return error.status not in (NrtStatus.CLOSED, NrtStatus.UNINITIALIZED)
+        self.call("nrt_destroy_tensor_set", ctypes.byref(place))
+        return True
+
     def _bind(self, name: str) -> tuple[Any, NrtFunction, tuple[Any, ...]]:
         row = self._rows.get(name)
         if row is None or not hasattr(self._library, name):
@@ -135,6 +156,16 @@ class NrtLibrary:
         function.argtypes = row.arguments
         self._bound[name] = function, row, row.arguments
         return self._bound[name]
+
+
+def _note_starts() -> None:
+    """Before this process is forked: what somebody else has started, the child may not use."""
+    for library in [*_loaded.values()]:
+        if library.started_by is None and library.is_started():
+            library.started_by = os.getpid()
+
+
+os.register_at_fork(before=_note_starts)
 
 
 def _handle_of(loaded: ctypes.CDLL) -> int:

@@ -244,7 +244,7 @@ class NrtRuntime:
             by_value = destroy in ("nrt_unload", "nrta_error_tracker_destroy")
             place = ctypes.c_void_p(pointer)
             try:
-                if self._is_owner or self._is_started():
+                if self._is_owner or self.library.is_started():  # it may have been closed before us
                     self.library.call(destroy, place if by_value else ctypes.byref(place))
             finally:
                 with self._lock:
@@ -281,14 +281,6 @@ class NrtRuntime:
     def _other_users(self) -> "list[NrtRuntime]":
         everyone = list(NrtRuntime._all)
         return [each for each in everyone if each.library is self.library and each is not self]
-
-    def _is_started(self) -> bool:
-        """Whether somebody else's runtime is still there: it may have been closed before us."""
-        try:
-            instance.instance_info(self.library.call)
-        except NrtError as error:
-            return error.status not in (NrtStatus.CLOSED, NrtStatus.UNINITIALIZED)
-        return True
 
     def _count(self, name: str, older: str) -> int:
         found = ctypes.c_uint32()

@@ -176,24 +176,48 @@ def test_before_somebody_elses_end_everything_is(library, torch, sim):
     torch.close()
 
 
-def test_a_forked_child_uses_nothing_that_somebody_else_started(library, torch):
+def answer_of_a_child(use):
+    """What `use` says in a forked child, or that it was refused."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer = "no answer"
+        try:
+            answer = str(use())
+        except NrtMisuse as error:
+            answer = str(error)
+        finally:
+            os.write(writing, answer.encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read().decode()
+    assert os.waitpid(child, 0)[1] == 0
+    return answer
+
+
+@pytest.mark.parametrize("has_objects", [True, False])
+def test_a_forked_child_uses_nothing_that_somebody_else_started(library, torch, has_objects):
     runtime = NrtRuntime(library)
-    with runtime.allocate(64, 0, "kv"):
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            answer = b"nothing was refused"
-            try:
-                runtime.memory_stats(0)
-            except NrtMisuse as error:
-                answer = str(error).encode()
-            finally:
-                os.write(writing, answer)
-                os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            answer = pipe.read().decode()
-        assert os.waitpid(child, 0)[1] == 0
-    assert answer.endswith("the runtime was started before this process was forked")
+    if has_objects:
+        runtime.allocate(64, 0, "kv")
+    for use in (lambda: runtime.memory_stats(0), runtime.visible_cores):
+        answer = answer_of_a_child(use)
+        assert answer.endswith("the runtime was started before this process was forked")
+    assert "was started before" in answer_of_a_child(NrtRuntime(library).init)
     runtime.close()
     torch.close()
+
+
+@pytest.mark.parametrize("was_started", [True, False])
+def test_a_forked_child_starts_a_runtime_of_its_own_where_none_runs(library, sim, was_started):
+    if was_started:
+        with NrtRuntime(library).init() as runtime:
+            assert runtime.visible_cores() == 2
+
+    def use():
+        with NrtRuntime(library).init() as runtime:
+            return runtime.memory_stats(0).bytes_used
+
+    assert answer_of_a_child(use) == "0"
+    assert sim.num_live() == 0

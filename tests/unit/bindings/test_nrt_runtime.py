@@ -50,8 +50,7 @@ def test_nothing_else_is(library):
 
 
 def test_what_it_runs_on(runtime):
-    found = runtime.instance()
-    assert found == InstanceInfo("TRN1", found.size, "trn1", "")
+    assert runtime.instance() == InstanceInfo("TRN1", "32xl", "trn1", "")
     assert runtime.host_device_id(1) == 1
     assert runtime.routing_ids() == tuple(range(16))
     with pytest.raises(NrtRequestError):
@@ -59,12 +58,13 @@ def test_what_it_runs_on(runtime):
 
 
 @pytest.mark.parametrize(
-    ("instance", "family"), [("inf2.48xlarge", "INF2"), ("trn1.2xlarge", "TRN1")]
+    ("instance", "family", "size"),
+    [("inf2.48xlarge", "INF2", "48xl"), ("trn1.2xlarge", "TRN1", "2xl")],
 )
-def test_families_have_names(load, monkeypatch, instance, family):
+def test_families_and_sizes_have_names(load, monkeypatch, instance, family, size):
     monkeypatch.setenv("NRT_SIM_INSTANCE", instance)
     with NrtRuntime(load()).init() as runtime:
-        assert runtime.instance().family == family
+        assert (runtime.instance().family, runtime.instance().size) == (family, size)
 
 
 def test_it_is_started_once(runtime, library, sim):

@@ -1,5 +1,7 @@
 import mmap
 import os
+import platform
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,18 @@ def num_segments() -> int:
     return sum(target.startswith("/memfd:") for target in targets)
 
 
+def mapped_bytes(label: str) -> int:
+    """Of this process' read-only maps of a segment: what is there without a further fault."""
+    total, is_of_it = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):  # the head of a map
+            is_of_it = f"/memfd:{label}" in line and "r--s" in rest
+        elif is_of_it and name == "Rss:":
+            total += int(rest[0]) * 1024
+    return total
+
+
 @pytest.fixture
 def segment():
     fd, view = shared_memory.create_segment("test-segment", NUM_BYTES)
@@ -33,11 +47,33 @@ def test_a_segment_is_zeroed_and_all_of_it_is_present(segment):
     assert not os.get_inheritable(fd)
 
 
+def test_a_segment_may_come_without_its_pages():
+    fd, view = shared_memory.create_segment("test-segment", NUM_BYTES, is_touched=False)
+    assert os.fstat(fd).st_blocks == 0
+    view[5] = 77
+    other = shared_memory.open_peer_segment(os.getpid(), fd, NUM_BYTES)  # sealed like any other
+    assert other[5] == 77
+    assert mapped_bytes("test-segment") <= mmap.PAGESIZE
+    assert os.fstat(fd).st_blocks * 512 == mmap.PAGESIZE  # a peer makes none of those left out
+    other.close()
+    view.close()
+    os.close(fd)
+
+
 def test_both_maps_are_the_same_memory(segment):
     fd, view = segment
     other = shared_memory.open_peer_segment(os.getpid(), fd, NUM_BYTES)
     view[5] = 77
     assert other[5] == 77
+    other.close()
+
+
+@pytest.mark.skipif(
+    tuple(map(int, platform.release().split(".")[:2])) < (5, 14), reason="needs Linux 5.14"
+)
+def test_a_peer_maps_all_pages_at_once(segment):
+    other = shared_memory.open_peer_segment(os.getpid(), segment[0], NUM_BYTES)
+    assert mapped_bytes("test-segment") == NUM_BYTES
     other.close()
 
 

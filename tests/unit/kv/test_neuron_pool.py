@@ -205,12 +205,14 @@ def test_a_block_that_is_given_up_is_not_on_the_device_any_more(pool):
 
 
 def test_the_mirror_takes_no_memory_until_it_is_used():
+    """Nor when a peer maps it."""
     layout = replace(LAYOUT, block_size=1 << 14)
     device = make_device(block_size=1 << 14, num_blocks=NUM_BLOCKS)
     with closing(make_pool(device, layout)) as pool:
         before = os.fstat(pool.region().fd).st_blocks * 512
         assert before < layout.block_bytes // 4
         pool.to_host(1, 16)
+        PeerPool.open(pool.region(), layout)
         assert os.fstat(pool.region().fd).st_blocks * 512 < layout.block_bytes // 4
 
 

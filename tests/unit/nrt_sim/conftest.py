@@ -40,7 +40,7 @@ def load(tmp_path, monkeypatch) -> Iterator[Callable[..., PlainNrt]]:
 
     yield load
     for library in made:
-        if library.nrt_get_instance_info(None, 0) == INVALID:  # else it is not open
+        if library.nrt_host_device_id_get(0, None) == INVALID:  # else it is not open
             library.nrt_close()
 
 

@@ -271,11 +271,14 @@ def test_each_generation_has_its_own_functions(load):
     assert has == [[False, False, True, True, True, True], [True, True, *[False] * 4]]
 
 
-def test_collectives_outside_of_a_model_are_not_simulated(queues3):
+def test_collectives_outside_of_a_model_are_not_simulated(queues3, capfd):
     models, context, some = queues3.models, c_void_p(), ctypes.create_string_buffer(64)
-    assert models.nrta_cc_prepare(some, some, some, 8, 0, 0, byref(context)) == FAILURE
+    assert models.nrta_cc_prepare(some, some, some, 8, 3, 2, byref(context)) == FAILURE
+    for unknown in ((0, 0, 0), (16, 0, 0), (8, 4, 0), (8, 0, 3), (-1, 0, 0), (8, -1, 0)):
+        assert models.nrta_cc_prepare(some, some, some, *unknown, byref(context)) == INVALID
     assert models.nrta_cc_prepare(None, some, some, 8, 0, 0, byref(context)) == INVALID
     pending = Pending()
     schedule = models.nrta_cc_schedule
     assert schedule(byref(context), 0, byref(pending.slot), byref(pending.number)) == FAILURE
     assert schedule(None, 0, byref(pending.slot), byref(pending.number)) == INVALID
+    assert capfd.readouterr().err.count("outside of a model are not simulated") == 2

@@ -18,7 +18,6 @@ from nrt_sim.plain import (
     NO_FRAMEWORK,
     SUCCESS,
     UNINITIALIZED,
-    InstanceInfo,
     Version,
 )
 
@@ -40,7 +39,6 @@ def run(script: str, path: Path, **environment: str) -> subprocess.CompletedProc
 def some_calls(nrt):
     handle, number = c_void_p(), c_uint32()
     return [
-        nrt.nrt_get_instance_info(byref(InstanceInfo()), sizeof(InstanceInfo)),
         nrt.nrt_tensor_allocate(DEVICE, 0, 64, b"", byref(handle)),
         nrt.nrt_tensor_allocate_empty(b"", byref(handle)),
         nrt.nrt_tensor_read(None, None, 0, 0),

@@ -308,7 +308,8 @@ async def test_a_hundred_joins_and_leaves_leave_nothing_behind(town, stack):
     assert len(prefill.connector._send_buffer._peers._peers) == 1
     assert prefill.connector._send_buffer.lookup_dict == {}
     assert len(asyncio.all_tasks()) == tasks
-    await until(lambda: num_descriptors() == descriptors)
+    # Fewer, where a socket of the first rounds was still being closed when they were counted.
+    await until(lambda: num_descriptors() <= descriptors)
     assert num_maps() == maps
 
 
