@@ -1,7 +1,8 @@
 """The transfer engines that a worker offers, by its options. Each is imported only if it is.
 
-On a Neuron device, `auto` offers what there is of: from core to core (nrt), and by way of the host
-(shm, tcp). What an engine lacks shows in the log, and to whoever asks with `on_lacking`.
+On a Neuron device, `auto` offers what there is of: reads of the device's memory (nixl_neuron), from
+core to core (nrt), and by way of the host (shm, tcp). What an engine lacks shows in the log, and to
+whoever asks with `on_lacking`.
 """
 
 from collections.abc import Callable
@@ -103,9 +104,20 @@ def _nixl(pool: KvPool, setting: _Setting) -> TransferEngine:
     from neuron_di.transfer.nixl_engine import NixlEngine
 
     options = setting.options
+    if isinstance(pool, NeuronPool) and options.nixl_backend == "LIBFABRIC":
+        return _nixl_neuron(pool, setting)  # UCX knows no Neuron memory: it moves the mirror
     return NixlEngine(
         pool, backend=options.nixl_backend, host=options.transfer_host or setting.host
     )
+
+
+def _nixl_neuron(pool: KvPool, setting: _Setting) -> TransferEngine:  # noqa: ARG001
+    from neuron_di.transfer.nixl_neuron_engine import NixlNeuronEngine
+    from neuron_di.transfer.nixl_neuron_probe import check_device
+    from neuron_di.transfer.nixl_tensors import neuron_pool
+
+    check_device(neuron_pool(pool).device)
+    return NixlNeuronEngine(pool)
 
 
 def _tcp(pool: KvPool, setting: _Setting) -> TransferEngine:
@@ -126,7 +138,7 @@ def _auto(pool: KvPool, setting: _Setting) -> list[str]:
     if isinstance(pool, ArenaPool):
         names.insert(0, "handover")
     if isinstance(pool, NeuronPool):
-        names.insert(0, "nrt")
+        names = ["nixl_neuron", "nrt", *names]
     host = setting.options.transfer_host or setting.announced_host or setting.host
     if not is_loopback(host):
         names.append("tcp")
@@ -134,7 +146,7 @@ def _auto(pool: KvPool, setting: _Setting) -> list[str]:
 
 
 # Of auto: what may lack on a machine where the others do.
-_DISPENSABLE = frozenset({"nrt"})
+_DISPENSABLE = frozenset({"nixl_neuron", "nrt"})
 
 _MAKERS: dict[str, Callable[[KvPool, _Setting], TransferEngine]] = {
     "handover": _handover,
@@ -142,5 +154,6 @@ _MAKERS: dict[str, Callable[[KvPool, _Setting], TransferEngine]] = {
     "nrt": _nrt,
     "shm": _shm,
     "nixl": _nixl,
+    "nixl_neuron": _nixl_neuron,  # nobody names it: as nixl over LIBFABRIC, where there is a device
     "tcp": _tcp,
 }

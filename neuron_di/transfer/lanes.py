@@ -36,12 +36,12 @@ SUSPECTED_S = 60.0  # how long a lane that failed is tried after all others
 SUSPECTS_MAX = 1024
 RETRY_S = 60.0  # from a fallback to the next look at what goes before it; twice as long each time
 RETRY_S_MAX = 3600.0  # so that one that proves itself and then stalls does so seldom
-REASON_CHARS_MAX = 300  # of why a lane is what it is
+REASON_CHARS_MAX = 600  # of why a lane is what it is
 # Measured: where bytes take their time. Over shared memory a whole request is copied faster than
 # pieces are announced.
 STREAMED_LANES = frozenset({"tcp", "nixl"})
 # Nothing moves, or not into landing memory.
-UNSTREAMED_LANES = frozenset({"handover", "cuda_ipc", "nrt"})
+UNSTREAMED_LANES = frozenset({"handover", "cuda_ipc", "nixl_neuron", "nrt"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class LaneSet:
             words[engine.name] = f"failed: {self._why_suspected(peer, engine)}"
         verdicts = {engine.name: "failed" for engine in suspected}
         failed = set(verdicts)
-        words |= {name: reason[: REASON_CHARS_MAX // 2] for name, reason in self._lacking.items()}
+        words |= {name: reason[: REASON_CHARS_MAX // 4] for name, reason in self._lacking.items()}
         verdicts |= dict.fromkeys(self._lacking, "not_available")
         failure: NeuronDiError | None = None
         for engine in [*(e for e in self.engines if e not in suspected), *suspected]:
@@ -162,7 +162,8 @@ class LaneSet:
                 failure = LocalProtocolError(f"connecting failed: {type(bug).__name__}")
                 words[name], verdicts[name] = failure.message, failure.code
             else:
-                words[name] = verdicts[name] = "chosen"
+                how = getattr(engine, "how", "")  # of an engine that knows more ways than one
+                words[name], verdicts[name] = f"chosen, {how}" if how else "chosen", "chosen"
                 lane = Lane(
                     peer=peer,
                     engine=engine,

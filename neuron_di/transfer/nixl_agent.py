@@ -9,11 +9,10 @@ import importlib
 import logging
 import math
 import os
-import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,13 @@ from numpy.typing import NDArray
 from neuron_di.clock import Deadline
 from neuron_di.errors import ConfigError, PeerGone, PeerTimeout
 from neuron_di.kv import Memory
+from neuron_di.kv.runs import Ints
+from neuron_di.transfer.nixl_connect import Attempt, check_given_up, finish
+from neuron_di.wire import MemoryKind
 
 Rows = NDArray[np.uint64]  # [runs, 3]: address, bytes, device
+
+Backend = Literal["UCX", "LIBFABRIC"]
 
 # How often a serving agent looks after its peers when nothing wakes it up. Nothing ever wakes up
 # LIBFABRIC's thread.
@@ -35,6 +39,7 @@ _HINTS = {
     "UCX": "; UCX_TLS, if it is set, must name lanes that notice the end of a peer, such as tcp",
     "LIBFABRIC": "; `fi_info` lists what libfabric finds here",
 }
+_ZERO = np.zeros(1, np.int64)
 # How long to wait before looking whether a transfer is done: twice as long each time.
 _POLL_S_MIN, _POLL_S_MAX = 20e-6, 200e-6
 
@@ -62,11 +67,12 @@ def _failures(nixl: Any) -> tuple[type[Exception], ...]:
     return (*found, RuntimeError, ValueError, TypeError)
 
 
-def rows_of(address: int, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Rows:
+def rows_of(address: int | Ints, offsets: Ints, lengths: Ints, devices: int | Ints = 0) -> Rows:
     """Runs of bytes as NIXL takes them. The caller checked the bounds."""
     rows = np.zeros((len(offsets), 3), np.uint64)
     rows[:, 0] = offsets + address
     rows[:, 1] = lengths
+    rows[:, 2] = devices
     return rows
 
 
@@ -77,8 +83,10 @@ class NixlAgent:
     """
 
     def __init__(
-        self, name: str, backend: str, backend_options: Mapping[str, str], *, is_serving: bool
+        self, name: str, backend: Backend, backend_options: Mapping[str, str], *, is_serving: bool
     ) -> None:
+        self.name = name
+        self.backend = backend
         self._nixl = nixl = load_nixl()
         self._failures = _failures(nixl)
         config = nixl.nixlAgentConfig()
@@ -93,13 +101,15 @@ class NixlAgent:
                     f"{_NEEDS.get(backend, '')}; with NIXL_LOG_LEVEL=DEBUG NIXL says what it lacks",
                     param="nixl_backend",
                 )
-            self._agent.createBackend(backend, dict(backend_options))
+            made = self._agent.createBackend(backend, dict(backend_options))
+            _, kinds = self._agent.getBackendParams(made)
         except self._failures as error:
             hint = _HINTS.get(backend, "")
             raise ConfigError(
                 f"NIXL's {backend} backend cannot be started: {error}{hint}"
             ) from None
-        self._peer = ""
+        self.kinds = frozenset(kinds)  # of memory that it can register: DRAM_SEG, …
+        self._peers: list[str] = []  # the one that is read
         self._transfer: int | None = None  # in progress
         self._prepared: list[int] = []  # own blocks, the peer's blocks
         self._never = threading.Event()
@@ -117,46 +127,90 @@ class NixlAgent:
         self._last = deadline
 
     def register(self, memory: Memory) -> None:
-        """Memory that transfers may touch, until close(). ConfigError where it cannot be."""
-        rows = [(memory.address, memory.num_bytes, 0, "")]
+        """Host memory that transfers may touch, until close(). ConfigError where it cannot be."""
+        self.register_rows(rows_of(memory.address, _ZERO, np.array([memory.num_bytes], np.int64)))
+
+    def register_rows(self, rows: Rows, kind: MemoryKind = "DRAM") -> None:
+        """As register, of memory of this kind: all of it or nothing."""
         agent = self._agent
         if agent is None:
             return  # it was closed meanwhile
         try:
-            agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, rows))
+            agent.registerMem(self._registered(rows, kind))
         except self._failures as error:
-            raise ConfigError(f"NIXL cannot register {memory.num_bytes} bytes: {error}") from None
+            num_bytes = int(rows[:, 1].sum())
+            raise ConfigError(f"NIXL cannot register {num_bytes} bytes: {error}") from None
 
     def metadata(self) -> bytes:
         """What a peer loads to reach the memory that was registered."""
         metadata: bytes = self._agent.getLocalMD()
         return metadata
 
-    def connect(self, agent: str, metadata: bytes, timeout_s: float) -> None:
-        """Reach this peer. PeerGone or PeerTimeout where it cannot be."""
-        native, failures = self._agent, self._failures
-        ended: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    def metadata_of(self, rows: Rows, kind: MemoryKind) -> bytes:
+        """As metadata, of some of it: each row as it was registered. ConfigError where it was not.
 
-        def load() -> None:
-            try:
-                ended.put(native.loadRemoteMD(metadata))
-            except failures as error:
-                ended.put(error)
-
-        # LIBFABRIC never ends its attempts to reach one that died.
-        threading.Thread(target=load, name="kv-nixl-connect", daemon=True).start()
+        Any thread may ask.
+        """
+        agent = self._agent
+        if agent is None:
+            raise ConfigError("NIXL's agent is closed")
         try:
-            name = ended.get(timeout=timeout_s)
-        except queue.Empty:
-            self._agent = None  # the thread's: it ends with the process
-            raise PeerTimeout("NIXL does not reach the prefill worker") from None
-        if isinstance(name, Exception):
-            raise PeerGone(f"NIXL does not reach the prefill worker: {name}")
-        self._peer = name.decode(errors="replace")
-        if self._peer != agent:
+            metadata: bytes = agent.getLocalPartialMD(self._registered(rows, kind), True)
+        except self._failures as error:
+            raise ConfigError(f"NIXL has no metadata of {len(rows)} memories: {error}") from None
+        return metadata
+
+    def _registered(self, rows: Rows, kind: MemoryKind) -> Any:
+        described = [(*row, "") for row in rows.tolist()]
+        return self._nixl.nixlRegDList(self._segment(kind), described)
+
+    def _segment(self, kind: MemoryKind) -> Any:
+        return getattr(self._nixl, f"{kind}_SEG")
+
+    def connect(self, agent: str, metadata: Sequence[bytes], timeout_s: float) -> None:
+        """Reach this peer within this time. PeerGone or PeerTimeout where it cannot be.
+
+        `metadata` are the parts of what it registered.
+        """
+        check_given_up()
+        attempt = Attempt()
+        # No variable here has NIXL's agent: who keeps an error, keeps this frame.
+        thread = threading.Thread(
+            target=attempt.run,
+            args=(self._agent, agent, metadata, self._failures),
+            name="kv-nixl-connect",
+            daemon=True,
+        )
+        thread.start()
+        try:
+            finish(thread, timeout_s)
+        except PeerTimeout:
+            self._agent = None  # the thread's
+            raise
+        self._peers += (name.decode(errors="replace") for name in attempt.names)
+        if attempt.error is not None:
+            raise PeerGone(f"NIXL does not reach the prefill worker: {attempt.error}")
+        if attempt.names != {agent.encode()}:
             raise PeerGone("NIXL's metadata is of another agent than the named")
 
-    def read(self, own: Rows, peers: Rows, deadline: Deadline) -> None:
+    def check(self, peers: Rows, kind: MemoryKind) -> None:
+        """PeerGone where any of this is not within what the peer registered, as it says."""
+        nixl = self._nixl
+        try:
+            described = nixl.nixlXferDList(self._segment(kind), peers)
+            self._agent.releasedDlistH(self._agent.prepXferDlist(self._peers[0], described))
+        except self._failures as error:
+            raise PeerGone(f"what the prefill worker named is not registered: {error}") from None
+
+    def read(
+        self,
+        own: Rows,
+        peers: Rows,
+        deadline: Deadline,
+        *,
+        own_kind: MemoryKind = "DRAM",
+        peers_kind: MemoryKind = "DRAM",
+    ) -> None:
         """Copy the peer's bytes into own memory: row for row. Blocks.
 
         PeerGone or PeerTimeout: then bytes may still come, until close().
@@ -165,9 +219,9 @@ class NixlAgent:
         self._run(
             lambda: self._agent.createXferReq(
                 nixl.NIXL_READ,
-                nixl.nixlXferDList(nixl.DRAM_SEG, own),
-                nixl.nixlXferDList(nixl.DRAM_SEG, peers),
-                self._peer,
+                nixl.nixlXferDList(self._segment(own_kind), own),
+                nixl.nixlXferDList(self._segment(peers_kind), peers),
+                self._peers[0],
             ),
             deadline,
         )
@@ -175,7 +229,7 @@ class NixlAgent:
     def prepare(self, own: Memory, peers: Memory, block_bytes: int) -> None:
         """For read_blocks: describe all blocks of both once. PeerGone where that cannot be."""
         try:
-            for agent, memory in (("", own), (self._peer, peers)):
+            for agent, memory in (("", own), (self._peers[0], peers)):
                 count = memory.num_bytes // block_bytes
                 row = np.array([[memory.address, block_bytes, 0, block_bytes, count]], np.uint64)
                 name = agent or self._nixl.NIXL_INIT_AGENT
@@ -231,8 +285,7 @@ class NixlAgent:
         ends = [partial(agent.releasedDlistH, blocks) for blocks in self._prepared]
         if self._transfer is not None:
             ends.insert(0, partial(agent.releaseXferReq, self._transfer))
-        if self._peer:
-            ends.append(partial(agent.invalidateRemoteMD, self._peer))
+        ends += [partial(agent.invalidateRemoteMD, peer) for peer in self._peers]
         for end in ends:
             with contextlib.suppress(*self._failures):  # the peer is gone: the agent goes anyway
                 end()

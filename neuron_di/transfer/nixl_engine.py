@@ -8,7 +8,6 @@ there, and a process whose reader dies in mid-transfer may be aborted by it.
 import hashlib
 import itertools
 import os
-import threading
 from typing import Literal
 
 from neuron_di.errors import ConfigError, NeuronDiError, PeerGone, PeerRefused
@@ -17,6 +16,8 @@ from neuron_di.obs import get_logger
 from neuron_di.transfer.nixl_agent import NixlAgent
 from neuron_di.transfer.nixl_devices import devices_of
 from neuron_di.transfer.nixl_reader import NixlReader
+from neuron_di.transfer.nixl_readers import Readers
+from neuron_di.transfer.nixl_serving import ServingAgents
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import Incarnation
@@ -31,7 +32,7 @@ TRANSFER_TIMEOUT_S = 30.0  # beside the time for its bytes
 
 
 class NixlEngine:
-    """Owns an agent that serves this worker's pool, and a reader per peer; borrows the pool.
+    """Owns agents that serve this worker's pool, and a reader per peer; borrows the pool.
 
     Over UCX it uses the network interface that has the address `host`, unless UCX_NET_DEVICES or
     `ucx_config` name others; `ucx_config` has UCX settings of this engine alone ("TLS=tcp"), where
@@ -61,33 +62,18 @@ class NixlEngine:
         self._options = _ucx_options(host, ucx_config) if backend == "UCX" else {}
         self._timeout_s = timeout_s
         self._memories = OwnMemories(pool.memory())
-        self._lock = threading.Lock()
         self._connections = itertools.count()
-        self._readers: dict[Incarnation, NixlReader] = {}
-        self._ending: list[NixlReader] = []
-        self._is_closed = False
-        self._server = NixlAgent(pool.incarnation, backend, self._options, is_serving=True)
-        head = head_bytes(pool.num_blocks)
-        memory = pool.memory()
-        self._server.register(Memory(memory.address - head, head + memory.num_bytes))
-        metadata = self._server.metadata()
-        self._region = NixlRegion(
-            agent=pool.incarnation,
-            metadata=metadata,
-            digest=hashlib.sha256(metadata).digest(),
-            backend=backend,
-            address=memory.address,
-            num_bytes=memory.num_bytes,
-        )
+        self._readers: Readers[NixlReader] = Readers()
+        self._serving = ServingAgents(pool.incarnation, self._open_server)
+        self._region = self._region_of(self._serving.present)
+        self._regions: dict[Incarnation, NixlRegion] = {}  # of who was accepted
 
-    def local_region(self, peer: Incarnation) -> Region:  # noqa: ARG002
-        return self._region
+    def local_region(self, peer: Incarnation) -> Region:
+        return self._regions.get(peer, self._region)
 
     def register(self, memory: Memory) -> None:
         self._memories.add(memory)
-        with self._lock:
-            readers = list(self._readers.values())
-        for reader in readers:
+        for reader in self._readers.all():
             reader.register(self._memories.all())
 
     def connect(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
@@ -97,32 +83,18 @@ class NixlEngine:
             raise PeerRefused(
                 f"--nixl-backend is {self._backend} here and {region.backend} at the prefill worker"
             )
-        # Of its own for each connection: LIBFABRIC at the other end takes no second of one name.
-        name = f"{self._pool.incarnation}-{peer}-{next(self._connections)}"
-        try:
-            agent = NixlAgent(name, self._backend, self._options, is_serving=False)
-        except ConfigError as error:  # out of descriptors: another engine may do
-            raise PeerGone(error.message) from None
-        try:
-            reader = NixlReader(agent, peer, region, layout, timeout_s=self._timeout_s)
-            reader.register(self._memories.all())
-            if layout.block_bytes == self._pool.layout.block_bytes:
-                reader.prepare(self._pool.memory())
-            reader.start()
-        except BaseException:
-            agent.close()
-            raise
-        with self._lock:
-            previous = self._readers.pop(peer, None)
-            if previous is not None:
-                self._end(previous)
-            self._readers[peer] = reader
-            if self._is_closed:
-                self._end(reader)
-        reader.register(self._memories.all())  # what came meanwhile
+        with self._readers.connecting():
+            reader = self._reader_of(peer, region, layout)
+            self._readers.put(peer, reader)
+            reader.register(self._memories.all())  # what came meanwhile
 
-    def accept(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
-        """Nothing to do: the pool is registered."""
+    def accept(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:  # noqa: ARG002
+        """The pool is registered: say with which agent."""
+        try:
+            server = self._serving.take(peer)
+        except ConfigError as error:
+            raise PeerGone(error.message) from None
+        self._regions[peer] = self._region_of(server)
 
     def post_send(self, peer: Incarnation, send: Send) -> TransferToken:  # noqa: ARG002
         return TransferToken.over()  # the reader does all the work
@@ -154,24 +126,55 @@ class NixlEngine:
         return None
 
     def disconnect(self, peer: Incarnation) -> None:
-        with self._lock:
-            reader = self._readers.pop(peer, None)
-            if reader is not None:
-                self._end(reader)
+        self._regions.pop(peer, None)
+        self._serving.drop(peer)
+        self._readers.drop(peer)
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            for reader in self._readers.values():
-                self._end(reader)
-            ending = self._ending
-        for reader in ending:
-            reader.join()
-        self._server.close()
+        self._readers.close()
+        self._serving.close()
 
-    def _end(self, reader: NixlReader) -> None:
-        reader.end()
-        self._ending = [one for one in self._ending if one.is_alive()] + [reader]
+    def _open_server(self, name: str) -> NixlAgent:
+        """One that serves the pool."""
+        pool = self._pool
+        server = NixlAgent(name, self._backend, self._options, is_serving=True)
+        head, memory = head_bytes(pool.num_blocks), pool.memory()
+        try:
+            server.register(Memory(memory.address - head, head + memory.num_bytes))
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    def _region_of(self, server: NixlAgent) -> NixlRegion:
+        memory, metadata = self._pool.memory(), server.metadata()
+        return NixlRegion(
+            agent=server.name,
+            metadata=metadata,
+            digest=hashlib.sha256(metadata).digest(),
+            backend=self._backend,
+            address=memory.address,
+            num_bytes=memory.num_bytes,
+        )
+
+    def _reader_of(self, peer: Incarnation, region: NixlRegion, layout: KvLayout) -> NixlReader:
+        # Of its own for each connection: LIBFABRIC at the other end takes no second of one name.
+        name = f"{self._pool.incarnation}-{peer}-{next(self._connections)}"
+        try:
+            agent = NixlAgent(name, self._backend, self._options, is_serving=False)
+        except ConfigError as error:  # out of descriptors: another engine may do
+            raise PeerGone(error.message) from None
+        try:
+            reader = NixlReader(agent, peer, region, layout, timeout_s=self._timeout_s)
+            self._readers.check_open()
+            reader.register(self._memories.all())
+            if layout.block_bytes == self._pool.layout.block_bytes:
+                reader.prepare(self._pool.memory())
+            reader.start()
+        except BaseException:
+            agent.close()
+            raise
+        return reader
 
 
 def _ucx_options(host: str, ucx_config: str) -> dict[str, str]:

@@ -14,17 +14,14 @@ from typing import Literal
 
 from neuron_di.clock import Deadline, sleep_s
 from neuron_di.errors import PeerGone, PeerRefused, PeerTimeout
-from neuron_di.kv import DeviceKv
 from neuron_di.transfer.nrt_channel import Channel, is_late
+from neuron_di.transfer.nrt_driver import Communicator, Driver, Probe
 from neuron_di.types import Incarnation
 from neuron_di_bindings.nrt import (
-    Communicator,
     NrtError,
     NrtRetry,
     NrtStatus,
-    NrtTensor,
     NrtWorkerError,
-    SendReceive,
 )
 
 Direction = Literal["send", "receive"]
@@ -39,12 +36,16 @@ _EPOCH_BITS = 63  # 0 is none
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """One pair of cores: which rank here, which core there, and where its probe lies."""
+    """One pair of cores: which rank here, which core there, and where its probe lies.
+
+    It has a channel once the whole set is connected, perhaps the same one as others of the set.
+    """
 
     rank: int
     lnc: int
     peer_lnc: int
     probe_offset: int
+    communicator: Communicator | None = None
     channel: Channel | None = None
 
 
@@ -62,6 +63,7 @@ class ConnectionSet:
     places: list[Place] = field(default_factory=list)
     is_used: bool = False  # by a link that there is
     is_broken: bool = False  # its order is not known any more, or something is posted for good
+    is_connecting: bool = False  # a thread waits for it
     num_spent: int = 0  # communicators of the same pair of processes that nobody uses any more
 
     def serves(self, host: str, pairs: Pairs) -> bool:
@@ -71,40 +73,25 @@ class ConnectionSet:
 
     @property
     def channels(self) -> list[Channel]:
-        return [place.channel for place in self.places if place.channel is not None]
+        """Each once."""
+        found = (place.channel for place in self.places if place.channel is not None)
+        return list(dict.fromkeys(found))
 
 
 class Connections:
-    """Owns the probes' memory, one tensor per rank; borrows the cores' send and receive.
+    """Borrows the driver, whose cores are `lncs`, by ranks.
 
     Thread-safe, but two threads do not connect one peer at once.
     """
 
-    def __init__(self, sendreceive: SendReceive, device: DeviceKv) -> None:
-        """NrtError where memory or limits cannot be had."""
-        self._sendreceive = sendreceive
-        self._device = device
-        self.limits = sendreceive.limits()
+    def __init__(self, driver: Driver, lncs: Sequence[int]) -> None:
+        self._driver = driver
+        self._lncs = lncs
         self._lock = threading.Lock()
         self._sets: dict[tuple[Incarnation, Direction], ConnectionSet] = {}
-        self._num_made: Counter[int] = Counter()  # by core
+        self._num_made = driver.num_made
         # Not begun, or not met by the peer: whatever process comes to be there meets these.
         self._unmet: dict[tuple[Direction, str, int, int], Place] = {}
-        self._probes: list[NrtTensor] = []
-        first_of_rank = dict[int, NrtTensor]()
-        for number, rank in device.geometry.rank_of_tensor().items():
-            tensor = device.tensors[number].nrt
-            assert tensor is not None, "who makes an engine looked"
-            first_of_rank.setdefault(rank, tensor)
-        num_bytes = self.limits.communicators_max * PROBE_BYTES
-        try:
-            for rank in range(len(device.lncs)):
-                near = first_of_rank[rank]
-                probe = near.runtime.allocate(num_bytes, near.core, f"kv-probe-{rank}")
-                self._probes.append(probe)
-        except BaseException:
-            self.free()
-            raise
 
     def epoch_of(self, peer: Incarnation, direction: Direction, host: str, pairs: Pairs) -> int:
         """Of the connections to a peer that can be used again for these pairs; 0: there are
@@ -142,11 +129,10 @@ class Connections:
                 made.num_spent = known.num_spent
                 if made.num_spent > _SPENT_SETS_MAX * len(pairs):
                     raise PeerRefused("it has given up too many of the device's connections")
-            keys = [
-                (direction, host, peer_lnc, self._device.lncs[rank]) for rank, peer_lnc in pairs
-            ]
+            keys = [(direction, host, peer_lnc, self._lncs[rank]) for rank, peer_lnc in pairs]
+            self._give_up_unmet(set(keys))
             for lnc, count in Counter(key[3] for key in keys if key not in self._unmet).items():
-                if self._num_made[lnc] + count > self.limits.communicators_max:
+                if self._num_made[lnc] + count > self._driver.limits.communicators_max:
                     raise PeerRefused(self._why_full(lnc))
             for (rank, peer_lnc), key in zip(pairs, keys, strict=True):
                 place = self._unmet.pop(key, None) or self._new_place(rank, peer_lnc)
@@ -162,23 +148,28 @@ class Connections:
         PeerTimeout by the deadline, PeerGone once `is_over` says so: what was begun goes on, and
         another call may find it connected. PeerRefused or PeerGone where the runtime makes none.
         """
-        begun: list[tuple[Place, Communicator]] = []
-        begin = (
-            self._sendreceive.connect if wanted.direction == "send" else self._sendreceive.accept
-        )
+        with self._lock:
+            if wanted.is_broken:
+                raise PeerGone("another process has its cores")
+            wanted.is_connecting = True
+        begun: list[Communicator] = []
+        begin = self._driver.connect if wanted.direction == "send" else self._driver.accept
         try:
             for place in wanted.places:
-                if place.channel is None:
-                    communicator = begin(wanted.host, place.peer_lnc, place.lnc)
-                    place.channel = Channel(communicator, self.limits.pending_max)
-                begun.append((place, place.channel.communicator))
-            for _, communicator in begun:
+                if place.communicator is None:
+                    place.communicator = begin(wanted.host, place.peer_lnc, place.lnc)
+                begun.append(place.communicator)
+            for communicator in begun:
                 while not _is_connected(communicator):
                     if deadline.has_passed():
                         raise PeerTimeout("its device's connections are not there in time")
                     if is_over():
                         raise PeerGone("it gave up while the devices were being connected")
                     sleep_s(_POLL_S)
+            if not wanted.channels:
+                channels = self._driver.channels(begun)
+                for place, channel in zip(wanted.places, channels, strict=True):
+                    place.channel = channel
         except NrtError as error:
             with self._lock:
                 self._spend(wanted)
@@ -187,31 +178,35 @@ class Connections:
             if error.status == NrtStatus.RESOURCE:
                 raise PeerRefused(f"the device makes no more connections: {error}") from None
             raise PeerGone(f"its device cannot be connected: {error}") from None
+        finally:
+            wanted.is_connecting = False
 
-    def probe_of(self, place: Place) -> NrtTensor:
-        """Where a place's probe lies, at its `probe_offset`."""
-        return self._probes[place.rank]
-
-    def free(self) -> None:
-        """Give the probes' memory back, once the cores' send and receive are closed."""
-        probes, self._probes = self._probes, []
-        for probe in probes:
-            probe.free()
+    def probe_of(self, place: Place) -> Probe:
+        """Where a place's proof lies, at its `probe_offset`."""
+        return self._driver.probes[place.rank]
 
     def _new_place(self, rank: int, peer_lnc: int) -> Place:
         """Under the lock."""
-        lnc = self._device.lncs[rank]
+        lnc = self._lncs[rank]
         offset = self._num_made[lnc] * PROBE_BYTES
         self._num_made[lnc] += 1
         return Place(rank, lnc, peer_lnc, offset)
+
+    def _give_up_unmet(self, keys: set[tuple[Direction, str, int, int]]) -> None:
+        """Under the lock: what was begun with a process that is gone meets the one there now."""
+        for known in self._sets.values():
+            own = {(known.direction, known.host, each.peer_lnc, each.lnc) for each in known.places}
+            is_idle = not known.is_used and not known.is_connecting
+            if is_idle and not known.channels and own & keys:
+                self._spend(known)
 
     def _why_full(self, lnc: int) -> str:
         used = (place for each in self._sets.values() if each.is_used for place in each.places)
         num_used = sum(place.lnc == lnc for place in used)
         return (
             f"core {lnc} has too few communicators left: {self._num_made[lnc]} of "
-            f"{self.limits.communicators_max} were made, of which {num_used} are in use; those of "
-            "peers that are gone come back with a restart of this worker"
+            f"{self._driver.limits.communicators_max} were made, of which {num_used} are in use; "
+            "those of peers that are gone come back with a restart of this worker"
         )
 
     def _spend(self, known: ConnectionSet) -> None:
@@ -219,7 +214,7 @@ class Connections:
         known.is_broken = True
         places, known.places = known.places, []
         for place in places:
-            if place.channel is not None and place.channel.communicator.was_connected:
+            if place.communicator is not None and place.communicator.was_connected:
                 known.num_spent += 1
             else:
                 key = known.direction, known.host, place.peer_lnc, place.lnc

@@ -1,88 +1,73 @@
 """A device's cores, opened for send and receive; or why they cannot be, and what to do about it.
 
-The runtime says FAILURE to all of it. What is known of its causes stands here.
+What opens them is chosen here: torch-neuronx's classes, where they are there, since whoever has
+them made the KV's tensors; else libnrt by our bindings. The runtime says FAILURE to whatever is
+wrong. What is known of its causes stands here, too.
+
+Next: neuron_di/transfer/nrt_driver.py
 """
 
 import contextlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from neuron_di.errors import ConfigError
 from neuron_di.kv import DeviceKv, KvPool, NeuronPool
+from neuron_di.neuron_cores import bootstrap_locks_of_others
 from neuron_di.obs import get_logger
+from neuron_di.transfer.nrt_by_library import LibraryDriver
+from neuron_di.transfer.nrt_by_torch import TorchDriver
+from neuron_di.transfer.nrt_driver import CoreNotOpened, Driver, NotHere
 from neuron_di_bindings.nrt import (
     ENABLED_VARIABLE,
     PORT_VARIABLE,
     NrtError,
+    NrtMissing,
     NrtMisuse,
     NrtRuntime,
-    NrtTensor,
-    NrtUnsupported,
-    SendReceive,
+    load_nrt,
 )
 
 _log = get_logger(__name__)
 
-# What the runtime's rendezvous leaves behind when its process is killed; the later of two names.
-_LOCK_FOLDER = Path("/tmp")  # noqa: S108
-_LOCK_NAMES = ("nrt_kv_store_server_lock_uid_*", "nrt_kv_store_server.lock")
-
 
 def neuron_pool(pool: KvPool) -> NeuronPool:
-    """ConfigError where it is not one, or its device gives nobody what sends and receives need."""
+    """ConfigError where it is not one."""
     if not isinstance(pool, NeuronPool):
         raise ConfigError(
             "--transfer nrt is for KV on a Neuron device: --device neuron", param="transfer"
         )
-    num_bare = sum(tensor.nrt is None for tensor in pool.device.tensors)
-    if num_bare:
-        raise ConfigError(
-            f"--transfer nrt needs the Neuron runtime's handle of each KV tensor, and {num_bare} "
-            f"of {len(pool.device.tensors)} have none: the installed packages give none; "
-            "--transfer shm,tcp moves KV by way of the host",
-            param="transfer",
-        )
     return pool
 
 
-def open_cores(device: DeviceKv, environment: Mapping[str, str] = os.environ) -> SendReceive:
-    """Send and receive on each of the device's cores. ConfigError, with cause and mend."""
-    tensor = device.tensors[0].nrt
-    assert tensor is not None, "who asks looked"
+def open_driver(
+    device: DeviceKv, probe_bytes: int, environment: Mapping[str, str] = os.environ
+) -> Driver:
+    """Send and receive on each of the device's cores, by the first driver that there is.
+
+    `probe_bytes` for each communicator. ConfigError, with cause and mend.
+    """
     _check_variables(environment)
-    sendreceive = SendReceive(tensor.runtime)
-    opened: list[int] = []
-    try:
-        for lnc in device.lncs:
-            sendreceive.open(lnc)
-            opened.append(lnc)
-    except NrtUnsupported as error:
-        raise ConfigError(
-            f"the Neuron runtime has no send and receive: {error}; update aws-neuronx-runtime-lib",
-            param="transfer",
-        ) from None
-    except (NrtError, NrtMisuse) as error:
-        close_cores(sendreceive, opened)
-        lnc = device.lncs[len(opened)]
-        raise ConfigError(
-            f"the Neuron runtime does not open send and receive on core {lnc}: {error}. "
-            f"{_likely_cause(tensor.runtime, tensor)}",
-            param="transfer",
-        ) from None
-    return sendreceive
-
-
-def close_cores(sendreceive: SendReceive, lncs: tuple[int, ...] | list[int]) -> bool:
-    """Whether all of them are closed. Those on which something is posted for good stay open."""
-    is_closed = True
-    for lnc in lncs:
+    lacks = []
+    for make in (TorchDriver, LibraryDriver):
         try:
-            sendreceive.close(lnc)
-        except (NrtError, NrtMisuse) as error:
-            is_closed = False
-            _log.warning("nrt_core_not_closed", lnc=lnc, reason=str(error))
-    return is_closed
+            driver: Driver = make(device, probe_bytes)
+        except NotHere as lack:
+            lacks.append(str(lack))
+        except CoreNotOpened as refusal:
+            raise ConfigError(
+                f"the Neuron runtime does not open send and receive on core {refusal.lnc}: "
+                f"{refusal}. {_likely_cause(device)}",
+                param="transfer",
+            ) from None
+        else:
+            _log.info("nrt_opened", how=driver.how, instead_of="; ".join(lacks))
+            return driver
+    raise ConfigError(
+        f"--transfer nrt finds no way to this device's KV: {'; '.join(lacks)}; "
+        "--transfer shm,tcp moves KV by way of the host",
+        param="transfer",
+    )
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
@@ -101,17 +86,20 @@ def _check_variables(environment: Mapping[str, str]) -> None:
         )
 
 
-def _likely_cause(runtime: NrtRuntime, tensor: NrtTensor) -> str:
+def _likely_cause(device: DeviceKv) -> str:
     has_efa = True  # where nobody can tell
-    if runtime.library.has("nrt_get_attached_efa_bdf"):
-        with contextlib.suppress(NrtError, NrtMisuse):
-            has_efa = runtime.attached_efa(tensor.address) is not None
+    with contextlib.suppress(NrtError, NrtMisuse, NrtMissing):
+        tensor, library = device.tensors[0], load_nrt()
+        address = tensor.address
+        if address is not None and library.has("nrt_get_attached_efa_bdf"):
+            with NrtRuntime(library) as runtime:
+                has_efa = runtime.attached_efa(address) is not None
     if not has_efa:
         return (
             "Its memory has no EFA adapter beside it: send and receive need an instance with EFA, "
             "and --transfer shm,tcp does not"
         )
-    if locks := _locks_of_others():
+    if locks := bootstrap_locks_of_others():
         return (
             f"There is a bootstrap lock file of another user, {', '.join(locks)}: if no process "
             "uses it, one that was killed left it behind; delete it"
@@ -120,14 +108,3 @@ def _likely_cause(runtime: NrtRuntime, tensor: NrtTensor) -> str:
         "It needs EFA, a driver and runtime of the same release, and its cores for this process "
         "alone; the runtime's own log (NEURON_RT_LOG_LEVEL=INFO) says more"
     )
-
-
-def _locks_of_others() -> list[str]:
-    """Those that this user may not lock. One of its own is in nobody's way."""
-    found = []
-    for name in _LOCK_NAMES:
-        for path in sorted(_LOCK_FOLDER.glob(name)):
-            with contextlib.suppress(OSError):  # it is gone by now
-                if path.stat().st_uid != os.getuid() or not os.access(path, os.R_OK | os.W_OK):
-                    found.append(str(path))
-    return found

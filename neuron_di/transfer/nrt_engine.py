@@ -4,7 +4,8 @@
     post_receive  is matched with an offer by tag; its receives are posted, and the offer accepted
 
 What the device is told cannot be called off. So it is told nothing before both ends agreed, and a
-peer that is lost behind that takes this worker's device along (nrt_exchange.py).
+peer that is lost behind that takes this worker's device along (nrt_exchange.py). By what it is told
+is found out at the start (nrt_cores.py).
 
 So far this has run on a simulator of libnrt only.
 
@@ -20,7 +21,6 @@ from functools import partial
 from neuron_di.clock import Deadline
 from neuron_di.config import TransferOptions
 from neuron_di.errors import (
-    ConfigError,
     LocalProtocolError,
     NeuronDiError,
     PeerGone,
@@ -29,8 +29,8 @@ from neuron_di.errors import (
 )
 from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvPool, Memory, ids_below
 from neuron_di.obs import get_logger
-from neuron_di.transfer.nrt_connections import Connections
-from neuron_di.transfer.nrt_cores import close_cores, neuron_pool, open_cores
+from neuron_di.transfer.nrt_connections import PROBE_BYTES, Connections
+from neuron_di.transfer.nrt_cores import neuron_pool, open_driver
 from neuron_di.transfer.nrt_exchange import NrtTimes
 from neuron_di.transfer.nrt_links import Guest, NrtLinks
 from neuron_di.transfer.nrt_plan import DevicePlan, Moves, device_geometry, region_of
@@ -44,7 +44,7 @@ from neuron_di.transfer.token_thread import TokenThread
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import NrtRegion, Region
-from neuron_di_bindings.nrt import NrtError, NrtMisuse, NrtWorkerError
+from neuron_di_bindings.nrt import NrtWorkerError
 
 _log = get_logger(__name__)
 
@@ -72,8 +72,8 @@ class NrtEngine:
     """Owns send and receive of the device's cores, threads, and, once a decode worker was accepted,
     a port. Borrows the pool and its tensors, which may be freed after close().
 
-    `host`, `announced_host` and `why_refused` are as a TcpEngine's. ConfigError where the pool's
-    device cannot send and receive; it says why.
+    `host`, `announced_host` and `why_refused` are as a TcpEngine's. `how` is by what it sends and
+    receives, for operators. ConfigError where the pool's device cannot; it says why.
     """
 
     name = "nrt"
@@ -105,16 +105,14 @@ class NrtEngine:
         self._accepted: dict[Incarnation, _Accepted] = {}
         self._connected: dict[Incarnation, _Connected] = {}
         self._region(Incarnation(""), 0)  # a device that no peer can be told of is refused now
-        self._sendreceive = open_cores(device)
-        try:
-            self._connections = Connections(self._sendreceive, device)
-        except (NrtError, NrtMisuse) as error:
-            close_cores(self._sendreceive, device.lncs)
-            raise ConfigError(f"no memory for the device's connections: {error}") from None
+        self._driver = open_driver(device, PROBE_BYTES)
+        self.how = self._driver.how
+        self._connections = Connections(self._driver, device.lncs)
         self._tokens = TokenThread("kv-nrt-done")
-        self._poster = Poster("kv-nrt", self._sendreceive.flush, self._device_failed)
+        self._poster = Poster("kv-nrt", self._driver.flush, self._device_failed)
         self._links = NrtLinks(
             self._pool,
+            self._driver,
             self._connections,
             self._poster,
             self._times,
@@ -184,7 +182,11 @@ class NrtEngine:
             return TransferToken.over(PeerGone("no such decode worker was accepted"))
         token, sender = TransferToken(), accepted.guest.sender
         make_moves = partial(self._moves_out, accepted.plan, send)
-        self._call(token, lambda: sender.post(send.tag, token, make_moves))
+        self._call(
+            token,
+            lambda: sender.post(send.tag, token, make_moves),
+            lambda error: sender.fail(token, error),
+        )
         return token
 
     def post_receive(self, peer: Incarnation, receive: Receive) -> TransferToken:
@@ -198,7 +200,12 @@ class NrtEngine:
         make_moves = partial(
             connected.plan.moves, source_ids, receive.block_ids, receive.num_tokens
         )
-        self._call(token, lambda: connected.receiver.post(receive, token, make_moves))
+        receiver = connected.receiver
+        self._call(
+            token,
+            lambda: receiver.post(receive, token, make_moves),
+            lambda error: receiver.fail(token, error),
+        )
         return token
 
     def cancel(self, peer: Incarnation, tag: int) -> None:
@@ -254,8 +261,7 @@ class NrtEngine:
         self._poster.end(deadline)
         self._tokens.end()
         self._tokens.join(deadline)
-        if close_cores(self._sendreceive, self._device.lncs):
-            self._connections.free()  # else the runtime still has it
+        self._driver.close()
 
     def _guest_of(self, peer: Incarnation) -> Guest | None:
         accepted = self._accepted.get(peer)
@@ -307,8 +313,14 @@ class NrtEngine:
             yield BlockId(int(block_id)), min(size, left)
             left -= size
 
-    def _call(self, token: TransferToken, action: Callable[[], object]) -> None:
-        """On the poster's thread, or end the token."""
+    def _call(
+        self,
+        token: TransferToken,
+        action: Callable[[], object],
+        fail: Callable[[NeuronDiError], object],
+    ) -> None:
+        """On the poster's thread, or end the token. `fail` is told of a bug: the device may have
+        the transfer by then."""
 
         def guarded() -> None:
             try:
@@ -316,7 +328,7 @@ class NrtEngine:
             except Exception as bug:
                 _log.exception("nrt_transfer_failed")
                 name = type(bug).__name__
-                self._complete(token, LocalProtocolError(f"a transfer engine failed: {name}"))
+                fail(LocalProtocolError(f"a transfer engine failed: {name}"))
 
         if self._is_closed or not self._poster.call(guarded):
             token.complete(LocalProtocolError("a transfer was posted to a closed engine"))

@@ -19,15 +19,13 @@ from neuron_di.errors import (
     PeerTimeout,
     RemoteProtocolError,
 )
-from neuron_di.kv import DeviceKv
 from neuron_di.obs import get_logger
 from neuron_di.transfer.nrt_channel import Channel, Message, Movement
-from neuron_di.transfer.nrt_connections import PROBE_BYTES, ConnectionSet
+from neuron_di.transfer.nrt_connections import PROBE_BYTES, ConnectionSet, Place
 from neuron_di.transfer.nrt_frames import Frame
 from neuron_di.transfer.nrt_link import ControlLink
 from neuron_di.transfer.nrt_plan import Moves
 from neuron_di.transfer.nrt_poster import Poster
-from neuron_di_bindings.nrt import NrtTensor
 
 _log = get_logger(__name__)
 
@@ -91,8 +89,9 @@ class _Nobody:
 class Exchange:
     """An Agent of the poster. Made by any thread, used on the poster's.
 
-    `on_stuck` is told how many of a transfer's messages are posted for good, before the transfer is
-    over. `quiet` is set once the link is over and nothing is under way any more.
+    `tensors` are the device's, as the driver takes them. `on_stuck` is told how many of a
+    transfer's messages are posted for good, before the transfer is over. `quiet` is set once the
+    link is over and nothing is under way any more.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Exchange:
         poster: Poster,
         link: ControlLink,
         connections: ConnectionSet,
-        device: DeviceKv,
+        tensors: Sequence[object],
         times: NrtTimes,
         on_stuck: Callable[[int], object],
     ) -> None:
@@ -109,7 +108,7 @@ class Exchange:
         self.link = link
         self._poster = poster
         self._connections = connections
-        self._device = device
+        self._tensors = tensors
         self._times = times
         self._on_stuck = on_stuck
         self._listener: Listener = _Nobody()
@@ -141,41 +140,64 @@ class Exchange:
             self.link.close()
 
     def begin(self, moves: Moves, on_over: OnOver) -> None:
-        """Post these messages behind all that began before. `on_over` is called at the end."""
+        """Post these messages behind all that began before. `on_over` is called at the end.
+
+        Whatever fails breaks the link off, and is told by `on_over` alone: nobody but the movement
+        knows what of it the device has by then.
+        """
         assert not self._is_broken, "nothing begins on a link that is broken"
-        channels = self._connections.channels
-        if len(moves.starts) != len(channels) + 1:
-            error = LocalProtocolError("a transfer over other connections than there are")
+        movement = self._movement(len(moves.lengths), on_over, self._on_stuck)
+        try:
+            self._post(self._messages(moves, movement))
+        except Exception as bug:
+            _log.exception("nrt_transfer_failed")
+            error = LocalProtocolError(f"a transfer engine failed: {type(bug).__name__}")
             self.break_off(error)
-            on_over(Movement(0, frozenset(), on_over, self._on_stuck, error))
-            return
+            if movement.num_left and not movement.num_posted:
+                self._take_back(movement)
+                movement.fail(error)
+                on_over(movement)
+
+    def _take_back(self, movement: Movement) -> None:
+        """Nothing of it was posted, and perhaps not all of it waits: it would never be over."""
+        for channel in self._connections.channels:
+            while channel.waiting and channel.waiting[-1].movement is movement:
+                channel.waiting.pop()
+        movement.num_left = 0
+
+    def _messages(self, moves: Moves, movement: Movement) -> list[tuple[Channel, Message]]:
+        """In the order in which both ends post them: the first of each pair, the second of each …
+
+        So what is posted first is spread over all pairs, however much may be posted at once.
+        """
         is_send = self._connections.direction == "send"
         numbers, offsets = (
             (moves.source_tensors, moves.source_offsets)
             if is_send
             else (moves.destination_tensors, moves.destination_offsets)
         )
-        movement = self._movement(len(moves.lengths), on_over, self._on_stuck)
-        for pair, channel in enumerate(channels):
-            rows = moves.of_pair(pair)
-            places = zip(numbers[rows].tolist(), offsets[rows].tolist(), strict=True)
-            lengths = moves.lengths[rows].tolist()
-            for (number, offset), num_bytes in zip(places, lengths, strict=True):
-                tensor = self._device.tensors[number].nrt
-                assert tensor is not None, "who makes an engine looked"
-                channel.waiting.append(Message(movement, tensor, offset, num_bytes))
-        self._post()
+        places = self._connections.places
+        if len(moves.starts) != len(places) + 1:
+            raise ValueError("a transfer over other connections than there are")
+        pairs, order = moves.in_turns()
+        columns = (pairs, numbers[order], offsets[order], moves.lengths[order])
+        return [
+            _message(movement, places[pair], self._tensors[number], offset, num_bytes)
+            for pair, number, offset, num_bytes in zip(*(c.tolist() for c in columns), strict=True)
+        ]
 
-    def begin_probe(self, probes: Sequence[NrtTensor], on_over: OnOver) -> None:
+    def begin_probe(self, probes: Sequence[object], on_over: OnOver) -> None:
         """The first thing: a short message through each channel, from or to its place's probe."""
         self._poster.add(self)
         # Nobody else uses its memory: what is posted for good there costs no device.
         movement = self._movement(len(probes), on_over, lambda _: None)
-        for place, probe in zip(self._connections.places, probes, strict=True):
-            assert place.channel is not None, "it is connected"
-            message = Message(movement, probe, place.probe_offset, PROBE_BYTES)
-            place.channel.waiting.append(message)
-        self._post()
+        places = self._connections.places
+        self._post(
+            [
+                _message(movement, place, probe, place.probe_offset, PROBE_BYTES)
+                for place, probe in zip(places, probes, strict=True)
+            ]
+        )
 
     def _movement(
         self, num_messages: int, on_over: OnOver, on_stuck: Callable[[int], object]
@@ -184,7 +206,10 @@ class Exchange:
         lncs = frozenset[int]() if is_send else frozenset(p.lnc for p in self._connections.places)
         return Movement(num_messages, lncs, on_over, on_stuck)
 
-    def _post(self) -> None:
+    def _post(self, messages: Sequence[tuple[Channel, Message]]) -> None:
+        """Behind what waits on their channels."""
+        for channel, message in messages:
+            channel.waiting.append(message)
         self._moved_s = now_s()
         self._poster.step([self])
 
@@ -267,3 +292,10 @@ class Exchange:
     def _tell(self) -> None:
         assert self.error is not None, "it is over"
         self._listener.ended(self.error, is_broken=self._is_broken)
+
+
+def _message(
+    movement: Movement, place: Place, tensor: object, offset: int, num_bytes: int
+) -> tuple[Channel, Message]:
+    assert place.channel is not None, "it is connected"
+    return place.channel, Message(movement, place.communicator, tensor, offset, num_bytes)

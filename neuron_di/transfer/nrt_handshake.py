@@ -146,7 +146,7 @@ class Handshake:
             if outcome[0] is not None:
                 raise outcome[0]
 
-        probes = [self._connections.probe_of(place) for place in wanted.places]
+        probes = [self._connections.probe_of(place).tensor for place in wanted.places]
         if not self._poster.call(post):
             raise PeerGone("this worker's transfer engine is closed")
         if not posted.wait(self._deadline.remaining_s()):
@@ -154,12 +154,10 @@ class Handshake:
         return wait
 
     def _probe_at(self, place: Place) -> bytes:
-        found = bytearray(PROBE_BYTES)
         try:
-            self._connections.probe_of(place).read(place.probe_offset, memoryview(found))
+            return self._connections.probe_of(place).read(place.probe_offset, PROBE_BYTES)
         except (NrtError, NrtMisuse) as error:
             raise PeerGone(f"what came through the device cannot be read: {error}") from None
-        return bytes(found)
 
 
 def _probe_bytes(nonce: tuple[int, int], epoch: int, prefill_lnc: int, decode_lnc: int) -> bytes:

@@ -24,6 +24,7 @@ from neuron_di.errors import (
 from neuron_di.kv import NeuronPool
 from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.transfer.nrt_connections import Connections, ConnectionSet, Direction
+from neuron_di.transfer.nrt_driver import Driver
 from neuron_di.transfer.nrt_exchange import Exchange, NrtTimes
 from neuron_di.transfer.nrt_frames import READY, Frame
 from neuron_di.transfer.nrt_handshake import Handshake
@@ -60,6 +61,7 @@ class NrtLinks:
     def __init__(
         self,
         pool: NeuronPool,
+        driver: Driver,
         connections: Connections,
         poster: Poster,
         times: NrtTimes,
@@ -68,6 +70,7 @@ class NrtLinks:
         tls: Tls | None,
     ) -> None:
         self._pool = pool
+        self._driver = driver
         self._connections = connections
         self._poster = poster
         self._times = times
@@ -247,8 +250,8 @@ class NrtLinks:
         deadline: Deadline,
     ) -> Handshake:
         def make(link: ControlLink, connections: ConnectionSet) -> Exchange:
-            device = self._pool.device
-            return Exchange(self._poster, link, connections, device, self._times, self._lose)
+            tensors, times = self._driver.tensors, self._times
+            return Exchange(self._poster, link, connections, tensors, times, self._lose)
 
         return Handshake(
             link,

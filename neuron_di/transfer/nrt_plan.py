@@ -30,7 +30,7 @@ from neuron_di.kv import (
 )
 from neuron_di.kv.geometry import Order
 from neuron_di.kv.runs import Ints
-from neuron_di.wire import NrtRegion
+from neuron_di.wire import DeviceFields, NrtRegion
 
 _ORDERS: tuple[Order, ...] = ("HSD", "SHD", "HDS")
 _HOLDERS_MAX = 1 << 16  # of all layers' heads, replicas counted: 64 ranks of 80 layers are 5,120
@@ -59,8 +59,14 @@ class Moves:
         sizes = np.concatenate((self.starts, self.lengths)).astype("<i8").tobytes()
         return int.from_bytes(hashlib.sha256(sizes).digest()[:8], "little")
 
-    def of_pair(self, pair: int) -> slice:
-        return slice(int(self.starts[pair]), int(self.starts[pair + 1]))
+    def in_turns(self) -> tuple[Ints, Ints]:
+        """The first message of each pair of cores, then the second of each, and so on, as far as
+        each has any: their pairs, and their rows."""
+        counts = np.diff(self.starts)
+        pairs = np.repeat(np.arange(len(counts)), counts)
+        turns = np.arange(len(pairs)) - self.starts[pairs]
+        order = np.lexsort((pairs, turns))
+        return pairs[order], order
 
 
 class DevicePlan:
@@ -163,7 +169,7 @@ def region_of(
     return region
 
 
-def device_geometry(region: NrtRegion, layout: KvLayout) -> KvGeometry:
+def device_geometry(region: DeviceFields, layout: KvLayout) -> KvGeometry:
     """The part of a peer's slots that requests use; both ends' pools have `layout`.
 
     RemoteProtocolError where the region is none that a worker has.
@@ -206,7 +212,7 @@ def _layout_of(geometry: KvGeometry) -> KvLayout:
     )
 
 
-def _rank_tensors(region: NrtRegion, layout: KvLayout) -> KvGeometry:
+def _rank_tensors(region: DeviceFields, layout: KvLayout) -> KvGeometry:
     return KvGeometry.of_rank_tensors(
         KvMap(tuple(map(tuple, region.heads))),
         num_layers=layout.num_layers,

@@ -95,7 +95,7 @@ class Poster:
                     is_moving = channel.step(over)
                 except NrtWorkerError as error:
                     is_moving = True
-                    self._on_lost(error)
+                    _guard(partial(self._on_lost, error))
                 except Exception as bug:  # of one channel: the others go on
                     is_moving = True
                     _log.exception("nrt_channel_failed")
@@ -103,30 +103,33 @@ class Poster:
                     channel.error = LocalProtocolError(f"a transfer engine failed: {name}")
                 if is_moving:
                     has_moved = True
-                    agent.moved()
+                    _guard(agent.moved)
         self.finish(over)
         return has_moved
 
     def finish(self, over: Sequence[Movement]) -> None:
         """On the thread: these movements are over. What they received is visible before anybody
         learns of it: also what came of one that failed, or it would come later, into a slot that is
-        another request's by then."""
+        another request's by then. And where the device still has some of it, the device is lost
+        before; should even that fail, nobody ever learns of it, and its slots stay taken."""
         posted = [each for each in over if each.num_posted]
         for lnc in sorted(set[int]().union(*(each.lncs for each in posted))):
             try:
                 self._flush(lnc)
-            except (NrtError, NrtMisuse) as error:
+            except Exception as error:
+                if not isinstance(error, NrtError | NrtMisuse):
+                    _log.exception("nrt_flush_failed")
                 for each in posted:
                     each.fail(PeerGone(f"what was received cannot be made visible: {error}"))
                     # It may become visible at any later flush: nobody can have these slots.
                     each.num_stuck = each.num_stuck or each.num_posted
                 if isinstance(error, NrtWorkerError):
-                    self._on_lost(error)
+                    _guard(partial(self._on_lost, error))
+        stuck = [each for each in over if each.num_stuck]
+        taken = [each for each in stuck if not _guard(partial(each.on_stuck, each.num_stuck))]
         for each in over:
-            if each.num_stuck:
-                _guard(partial(each.on_stuck, each.num_stuck))
-        for each in over:
-            _guard(partial(each.on_over, each))
+            if each not in taken:
+                _guard(partial(each.on_over, each))
 
     def _run(self) -> None:
         pause_s = _PAUSE_S_MIN
@@ -162,9 +165,11 @@ class Poster:
         return has_moved, deadlines
 
 
-def _guard(action: Callable[[], object]) -> None:
-    """The thread serves every pair: it lives on."""
+def _guard(action: Callable[[], object]) -> bool:
+    """The thread serves every pair: it lives on. False: the action failed."""
     try:
         action()
     except Exception:
         _log.exception("nrt_poster_action_failed")
+        return False
+    return True

@@ -101,6 +101,18 @@ class NrtReceiver:
             self._cancelled.popitem(last=False)
         self._end(incoming.token, KvMissing("the transfer was given up"))
 
+    def fail(self, token: TransferToken, error: NeuronDiError) -> None:
+        """Something is wrong with this end of a receive. Where the device may have it, the link
+        ends, and its token when the device is through with it, or lost."""
+        if any(each.token is token for each in self._accepted.values()):
+            self.exchange.break_off(error)
+            return
+        for tag, incoming in list(self._waiting.items()):
+            if incoming.token is token:
+                del self._waiting[tag]
+        if not token.is_done():
+            self._end(token, error)
+
     def heard(self, frame: Frame) -> None:
         match frame.kind:
             case kind if kind == OFFER:

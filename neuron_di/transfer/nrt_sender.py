@@ -86,6 +86,14 @@ class NrtSender:
         self.idle.clear()
         exchange.link.send(Frame(OFFER, number, tag, moves.num_bytes, moves.digest()))
 
+    def fail(self, token: TransferToken, error: NeuronDiError) -> None:
+        """Something is wrong with this end of a send that nobody has accepted."""
+        for number, outgoing in list(self._outgoing.items()):
+            if outgoing.token is token:
+                self._end(number, error)
+        if not token.is_done():
+            self._complete(token, error)
+
     def heard(self, frame: Frame) -> None:
         outgoing = self._outgoing.get(frame.number)
         if frame.kind not in (ACCEPT, REFUSE) or outgoing is None or outgoing.is_accepted:

@@ -19,6 +19,8 @@ ENGINE_NAME_CHARS_MAX = 32
 _WORDS_CHARS_MAX = 200  # of what was wrong with a region
 _RANKS_MAX = 256
 _RANK_HEADS_MAX = 256
+_TENSORS_MAX = 1 << 17  # of a device's KV: 64 ranks of 80 layers have 10,240
+NIXL_METADATA_BYTES_MAX = 6 << 20  # of a device's tensors; a message on the link has 8 MiB
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=_COUNT_MAX)]
 _Lnc = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
@@ -26,11 +28,13 @@ _RankHeads = Annotated[
     list[Annotated[int, msgspec.Meta(ge=-1, lt=4096)]],
     msgspec.Meta(min_length=1, max_length=_RANK_HEADS_MAX),
 ]
+_Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 EngineName = Annotated[str, msgspec.Meta(min_length=1, max_length=ENGINE_NAME_CHARS_MAX)]
 # How KV came: straight into its blocks; by way of other memory, because it lies there in another
 # order; not at all, because its blocks changed their owner; or layer by layer, while the prefill
 # still computed, by way of other memory.
 KvForm = Literal["direct", "landed", "handed_over", "streamed"]
+MemoryKind = Literal["DRAM", "VRAM"]  # as NIXL names them: a host's, a device's
 
 
 class LayoutFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,9 +94,9 @@ class NixlRegion(msgspec.Struct, frozen=True, kw_only=True, tag="nixl"):
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
     digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     backend: Literal["UCX", "LIBFABRIC"] = "UCX"  # of NIXL: both ends have the same
-    address: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    address: _Address
     num_bytes: Count
-    kind: Literal["DRAM", "VRAM"] = "DRAM"
+    kind: MemoryKind = "DRAM"
     device: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
 
 
@@ -112,18 +116,10 @@ class CudaIpcRegion(msgspec.Struct, frozen=True, kw_only=True, tag="cuda_ipc"):
         return f"CudaIpcRegion(pid={self.head.pid}, num_bytes={self.num_bytes})"
 
 
-class NrtRegion(msgspec.Struct, frozen=True, kw_only=True, tag="nrt"):
-    """KV in the tensors of a Neuron device, one per rank, layer and K or V, slots within each.
+class DeviceFields(msgspec.Struct, frozen=True, kw_only=True):
+    """KV in the tensors of a Neuron device, one per rank, layer and K or V, slots within each: all
+    of a KvGeometry that the peer does not know."""
 
-    Where a prefill worker takes control connections, with the secret that proves who connects (a
-    decode worker offers its own with port 0), and all of a KvGeometry that the peer does not know.
-    `host` is the address by which the device's runtime finds the peer's, too.
-    """
-
-    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
-    secret: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    is_tls: bool = False
     # Of each rank: its core, as the host counts, and its KV heads, -1 where it has none.
     lncs: Annotated[list[_Lnc], msgspec.Meta(min_length=1, max_length=_RANKS_MAX)]
     heads: Annotated[list[_RankHeads], msgspec.Meta(min_length=1, max_length=_RANKS_MAX)]
@@ -132,11 +128,56 @@ class NrtRegion(msgspec.Struct, frozen=True, kw_only=True, tag="nrt"):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]  # positions of a slot
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
+
+class NrtRegion(DeviceFields, frozen=True, kw_only=True, tag="nrt"):
+    """A Neuron device that sends and receives.
+
+    Where a prefill worker takes control connections, with the secret that proves who connects (a
+    decode worker offers its own with port 0). `host` is the address by which the device's runtime
+    finds the peer's, too.
+    """
+
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    secret: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    is_tls: bool = False
+
     def __repr__(self) -> str:
         return f"NrtRegion(host={self.host!r}, port={self.port}, lncs={self.lncs})"
 
 
-Region = HandoverRegion | ShmRegion | TcpRegion | NixlRegion | CudaIpcRegion | NrtRegion
+class NixlNeuronRegion(DeviceFields, frozen=True, kw_only=True, tag="nixl_neuron"):
+    """A Neuron device whose tensors are registered with a NIXL agent.
+
+    A prefill worker that accepted this peer tells where its tensors and its pool's head lie, and
+    what NIXL must load (`digest` is the SHA-256 of all of it). A decode worker, and a prefill
+    worker before that, has nothing to tell of these. The tensors' sizes follow from the geometry.
+    """
+
+    agent: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    backend: Literal["UCX", "LIBFABRIC"] = "LIBFABRIC"
+    kind: MemoryKind = "VRAM"  # of the tensors; the head is the host's
+    metadata: Annotated[
+        list[Annotated[bytes, msgspec.Meta(max_length=NIXL_METADATA_BYTES_MAX)]],
+        msgspec.Meta(max_length=2),
+    ] = []
+    digest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    addresses: Annotated[list[_Address], msgspec.Meta(max_length=_TENSORS_MAX)] = []
+    head_address: _Address = 0
+
+    def __repr__(self) -> str:
+        return f"NixlNeuronRegion(agent={self.agent!r}, lncs={self.lncs})"
+
+
+Region = (
+    HandoverRegion
+    | ShmRegion
+    | TcpRegion
+    | NixlRegion
+    | CudaIpcRegion
+    | NrtRegion
+    | NixlNeuronRegion
+)
 
 _region_decoder: msgspec.msgpack.Decoder[Region] = msgspec.msgpack.Decoder(Region)
 

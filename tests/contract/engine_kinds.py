@@ -17,7 +17,7 @@ from neuron_di.transfer.tcp_engine import TcpEngine
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di_bindings import owner_words
 
-from . import fake_cuda, nrt_end
+from . import fake_cuda, nixl_end, nrt_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ def _lack_of_libfabric() -> str | None:
     return None
 
 
+_LACK_OF_LIBFABRIC = _lack_of_libfabric()
+
 _KINDS = (
     EngineKind(
         name="handover",
@@ -90,7 +92,23 @@ _KINDS = (
         name="nixl over libfabric",
         make=lambda pool: NixlEngine(pool, backend="LIBFABRIC", timeout_s=10.0),
         package="nixl_cu12",
-        lack=_lack_of_libfabric(),
+        lack=_LACK_OF_LIBFABRIC,
+        is_variant=True,
+    ),
+    EngineKind(  # the real engine, with tensors in host memory
+        name="nixl_neuron",
+        make=nixl_end.make_engine,
+        make_pool=nixl_end.make_pool,
+        package="nixl_cu12",
+        lands=False,  # it moves what is on devices, and any other memory is the host's
+    ),
+    EngineKind(
+        name="nixl_neuron over libfabric",
+        make=nixl_end.make_libfabric_engine,
+        make_pool=nixl_end.make_pool,
+        package="nixl_cu12",
+        lack=_LACK_OF_LIBFABRIC,
+        lands=False,
         is_variant=True,
     ),
     EngineKind(  # on a simulated GPU: tests/device has a real one
@@ -102,6 +120,15 @@ _KINDS = (
         make_pool=nrt_end.make_pool,
         lack=nrt_end.WHY_NOT,
         lands=False,  # it moves what is on devices, and any other memory is the host's
+        outlives_its_readers=False,
+        environment=nrt_end.environment,
+    ),
+    EngineKind(  # the same, by classes that torch-neuronx has
+        name="nrt by torch",
+        make=nrt_end.make_engine,
+        make_pool=nrt_end.make_torch_pool,
+        lack=nrt_end.WHY_NOT,
+        lands=False,
         outlives_its_readers=False,
         environment=nrt_end.environment,
     ),

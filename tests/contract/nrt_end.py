@@ -2,6 +2,9 @@
 
 Each pool has a copy of the simulator and some cores of one instance, as a process of its own would.
 Where a transfer leaves something posted for good, the copy is lost, as a process would be.
+
+A pool's tensors have the runtime's handles, or are PyTorch's: then there are the closed classes of
+torch-neuronx over the same copy, and the engine has nothing but these.
 """
 
 import ctypes
@@ -9,19 +12,22 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from neuron_di.kv import DeviceKv, HandleTensor, KvGeometry, KvLayout, KvMap, NeuronPool
 from neuron_di.kv.geometry import Order
+from neuron_di.kv.neuron_copies import DeviceTensor
 from neuron_di.transfer.nrt_engine import NrtEngine
 from neuron_di.transfer.nrt_exchange import NrtTimes
 from neuron_di.types import Incarnation
 from neuron_di_bindings.nrt import (
     ENABLED_VARIABLE,
+    PATH_VARIABLE,
     PORT_VARIABLE,
     NrtLibrary,
     NrtRuntime,
@@ -29,9 +35,10 @@ from neuron_di_bindings.nrt import (
     load_nrt,
 )
 
-_TESTS = str(Path(__file__).parents[1])
-if _TESTS not in sys.path:  # where this is a part of the package `tests`
-    sys.path.append(_TESTS)
+_TESTS = Path(__file__).parents[1]
+for _path in (str(_TESTS), str(_TESTS / "neuron_stand_in")):
+    if _path not in sys.path:  # where this is a part of the package `tests`
+        sys.path.append(_path)
 from nrt_sim.build import CannotBuild, compiler, library_path  # noqa: E402
 
 PAD = 4  # token positions behind each slot's last, as NxDI has
@@ -81,13 +88,15 @@ class Place:
         self.first_lnc = number * _PLACE_CORES
         path = Path(tempfile.mkdtemp(dir=_folder()), "libnrt.so.1")
         shutil.copyfile(library_path(), path)
+        self.path = str(path)
         with self.environment():
-            self.library: NrtLibrary = load_nrt(str(path))
+            self.library: NrtLibrary = load_nrt()
         self.simulator = ctypes.CDLL(str(path))
         self.simulator.nrt_sim_violations.restype = ctypes.c_uint64
         self.simulator.nrt_sim_last_violation.restype = ctypes.c_char_p
         self.simulator.nrt_sim_calls.restype = ctypes.c_uint64
         self.runtime: NrtRuntime | None = None
+        self.closed: Any = None  # the closed classes, as long as a pool has them
 
     def start(self, **more: str) -> NrtRuntime:
         with self.environment(**more):
@@ -107,6 +116,7 @@ class Place:
                 ENABLED_VARIABLE: "1",
                 PORT_VARIABLE: "45645",
                 "NRT_SIM_COMMUNICATORS_MAX": "4096",  # they count for as long as a copy lives
+                PATH_VARIABLE: self.path,
                 **more,
             }
         )
@@ -169,6 +179,9 @@ class SimulatedPool(NeuronPool):
         if self._view is None:
             return
         super().close()
+        closed, self.place.closed = self.place.closed, None
+        if closed is not None:
+            closed.close()
         if self.lost is not None or self.is_stuck:  # the runtime refuses to be closed
             self.place.simulator.nrt_close()  # as the process's end would
             _places.give_back(self.place, is_lost=True)
@@ -194,8 +207,13 @@ def make_pool(
     keys: Order = "HSD",
     values: Order = "HSD",
     settings: Mapping[str, str] | None = None,
+    classes: str | None = None,
 ) -> SimulatedPool:
-    """`settings` are variables of the environment that the simulator reads when it starts."""
+    """`settings` are variables of the environment that the simulator reads when it starts.
+
+    `classes`: tensors are PyTorch's, and there are the closed classes, of this form (of the
+    stand-in's variable). None: tensors have handles, and there are no such classes.
+    """
     place = _places.take(is_new=bool(settings))
     runtime = place.start(**(settings or {}))
     geometry = KvGeometry.of_rank_tensors(
@@ -213,8 +231,11 @@ def make_pool(
         runtime.allocate(num_bytes, ranks[number], f"kv-{number}")
         for number, num_bytes in sorted(geometry.tensor_bytes().items())
     ]
+    tensors: Sequence[DeviceTensor] = [HandleTensor(handle) for handle in handles]
+    if classes is not None:
+        tensors = _as_pytorch(place, runtime, handles, classes)
     device = DeviceKv(
-        tensors=[HandleTensor(handle) for handle in handles],
+        tensors=tensors,
         geometry=geometry,
         lncs=tuple(place.first_lnc + rank for rank in range(num_ranks)),
     )
@@ -223,6 +244,57 @@ def make_pool(
     return pool
 
 
+@dataclass(frozen=True, slots=True)
+class _OfPyTorch:
+    """A tensor that shows no handle. Copies to and from the host are the runtime's, for speed."""
+
+    torch_tensor: Any
+    handle: NrtTensor
+    nrt: None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.handle.num_bytes
+
+    @property
+    def core(self) -> int:
+        return self.handle.core
+
+    @property
+    def address(self) -> int:
+        return self.handle.address
+
+    def read(self, offset: int, into: memoryview) -> None:
+        self.handle.read(offset, into)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self.handle.write(offset, data)
+
+    def read_many(self, runs: Sequence[tuple[int, memoryview]]) -> None:
+        self.handle.read_many(runs)
+
+    def write_many(self, runs: Sequence[tuple[int, memoryview]]) -> None:
+        self.handle.write_many(runs)
+
+
+def _as_pytorch(
+    place: Place, runtime: NrtRuntime, handles: Sequence[NrtTensor], classes: str
+) -> list[DeviceTensor]:
+    """The same memory as a model's state shows it, and the closed classes."""
+    import torch
+    from stand_in.closed_classes import ClosedNeuron
+    from stand_in.device_tensor import DeviceTensor as StateOfModel
+
+    place.closed = ClosedNeuron(lambda: runtime, classes)
+    shown = [StateOfModel(handle, (handle.num_bytes,), torch.uint8) for handle in handles]
+    return [_OfPyTorch(tensor, handle) for tensor, handle in zip(shown, handles, strict=True)]
+
+
+def make_torch_pool(layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> SimulatedPool:
+    return make_pool(layout, num_blocks, incarnation, classes="1")
+
+
 def make_engine(pool: Any, times: NrtTimes = TIMES, **fields: Any) -> NrtEngine:
-    with pool.place.environment():
+    closed = pool.place.closed
+    with pool.place.environment(), nullcontext() if closed is None else closed.installed():
         return NrtEngine(pool, times=times, **fields)

@@ -12,6 +12,7 @@ from neuron_di.transfer import Receive
 from neuron_di.types import Incarnation
 
 from . import nrt_end
+from .engine_kinds import KINDS
 from .numbered_blocks import NumberedBlocks
 from .peer_process import peer_process
 from .transfer_pair import DECODE, LAYOUT, NUM_BLOCKS, PREFILL, WAIT_S, fill, send_of
@@ -22,19 +23,25 @@ NEVER = "function=sendrecv.send status=5 sticky"  # what is posted goes nowhere
 pytestmark = pytest.mark.skipif(nrt_end.WHY_NOT is not None, reason=str(nrt_end.WHY_NOT))
 
 
+@pytest.fixture(params=["nrt", "nrt by torch"])
+def kind(request):
+    """Of both ends."""
+    return KINDS[request.param]
+
+
 @contextmanager
-def prefill_of():
+def prefill_of(kind):
     """In this process: its pool and engine."""
-    with closing(nrt_end.make_pool(LAYOUT, NUM_BLOCKS, PREFILL)) as pool:
+    with closing(kind.make_pool(LAYOUT, NUM_BLOCKS, PREFILL)) as pool:
         fill(NumberedBlocks(pool))
-        with closing(nrt_end.make_engine(pool)) as engine:
+        with closing(kind.make(pool)) as engine:
             yield pool, engine
 
 
 @contextmanager
-def reader_of(engine, incarnation=DECODE):
+def reader_of(kind, engine, incarnation=DECODE):
     """A decode worker in a process of its own, linked."""
-    with peer_process("nrt", LAYOUT, NUM_BLOCKS, incarnation) as reader:
+    with peer_process(kind.name, LAYOUT, NUM_BLOCKS, incarnation) as reader:
         engine.accept(incarnation, reader.region, LAYOUT)
         reader.connect(engine.local_region(incarnation))
         yield reader
@@ -54,10 +61,10 @@ def ended(token):
     return token.error()
 
 
-def test_a_reader_that_dies_with_nothing_posted_costs_nothing():
-    with prefill_of() as (pool, engine):
+def test_a_reader_that_dies_with_nothing_posted_costs_nothing(kind):
+    with prefill_of(kind) as (pool, engine):
         for number, incarnation in enumerate((DECODE, OTHER)):
-            with reader_of(engine, incarnation) as reader:
+            with reader_of(kind, engine, incarnation) as reader:
                 receive = receive_of(pool, 4, number)
                 reader.receive(receive)
                 assert ended(engine.post_send(incarnation, send_of(receive))) is None
@@ -68,11 +75,11 @@ def test_a_reader_that_dies_with_nothing_posted_costs_nothing():
         assert pool.lost is None
 
 
-def test_a_reader_that_dies_in_mid_transfer_takes_the_device_along():
-    with prefill_of() as (pool, engine):
+def test_a_reader_that_dies_in_mid_transfer_takes_the_device_along(kind):
+    with prefill_of(kind) as (pool, engine):
         lost = threading.Event()
         pool.watch_loss(lambda _: lost.set())
-        with reader_of(engine) as reader:
+        with reader_of(kind, engine) as reader:
             receive = receive_of(pool, NUM_BLOCKS, 1)
             reader.receive(receive)
             pool.place.fault(NEVER)

@@ -35,4 +35,4 @@ def test_the_demo_chats_and_kv_goes_from_device_to_device() -> None:
     moved = re.search(r"KV moved ([\d,]+) bytes by nrt in [\d.]+ ms", receipt)
     assert moved is not None, receipt
     assert int(moved[1].replace(",", "")) > 0
-    assert "the engine nrt (nrt: chosen)" in receipt
+    assert "the engine nrt (nixl_neuron: not_available; nrt: chosen)" in receipt

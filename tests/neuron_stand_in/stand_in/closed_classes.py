@@ -3,17 +3,30 @@
     torch.classes.neuron.Runtime, CompletionToken, NeuronTransferEngine
     torch.ops.neuron._nrt_async_init_neuron, _nrt_create_send_communicator,
                      _nrt_create_recv_communicator, _nrt_test_communicator
+    torch.zeros(…, device="privateuseone:0"), which is documented
 
-Their names and arguments are known from an open-source caller only, what they do inside is a guess:
-here each engine has a thread that posts the tensors in order and tests them, and flushes what was
-received before its token is done. In plain Python, so `isinstance` with torch's own finds nothing.
+Their names and arguments are known from an open-source caller only, what they do inside is a guess.
+Here it is what a caller can rely on least. Each engine has one thread, which posts what was queued
+and waits for all of it before it looks at the next, or, if it is eager, posts whatever there is at
+once. What is posted beyond the runtime's limit fails the transfer. Nothing is flushed. In plain
+Python, so `isinstance` with torch's own finds nothing.
+
+What STAND_IN_CLOSED_CLASSES is when a process starts:
+
+    0, or not set   state tensors give a handle, and there are no such classes
+    1               there are, once torch_neuronx was imported, and no handles, as on real SDKs
+    2.24            the same, with the arguments that the first SDK to have them takes
+    eager           as 1, and engines are eager
+    none            neither
 """
 
+import atexit
 import contextlib
+import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,18 +34,33 @@ import torch
 from neuron_di_bindings.nrt import (
     Communicator,
     NrtError,
+    NrtMisuse,
     NrtRequest,
     NrtRetry,
     NrtRuntime,
+    NrtStatus,
     SendReceive,
 )
-from stand_in.device_tensor import DeviceTensor
+from stand_in import cores
+from stand_in.device_tensor import VARIABLE, DeviceTensor
 
 _POLL_S = 0.0005
+_FIRST_FORM, _EAGER = "2.24", "eager"
+_kept = contextlib.ExitStack()  # what install() did lasts
+
+
+def install() -> None:
+    """Into torch, until the process ends, where the environment asks for it."""
+    wanted = os.environ.get(VARIABLE, "0")
+    if wanted not in ("1", _FIRST_FORM, _EAGER):
+        return
+    closed = ClosedNeuron(cores.runtime, wanted)
+    _kept.enter_context(closed.installed())
+    atexit.register(closed.close)  # before the runtime is closed, which was registered earlier
 
 
 class CompletionToken:
-    """Done when all bytes of one transfer have gone, or are in memory and visible."""
+    """Done when all bytes of one transfer have gone, or have come."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -49,35 +77,40 @@ class CompletionToken:
         self._done.set()
 
 
+class _Names:
+    """A namespace of torch's. Compared by identity, as that is."""
+
+    def __init__(self, **names: Any) -> None:
+        self.__dict__.update(names)
+
+
 class _Transfer:
     """The arguments of one queue_transfer_with_token that matter here."""
 
     def __init__(
-        self,
-        runs: list[tuple[DeviceTensor, int, int, Communicator]],
-        lncs: set[int],
-        token: CompletionToken,
+        self, runs: list[tuple[DeviceTensor, int, int, Communicator]], token: CompletionToken
     ) -> None:
         self.runs = runs
-        self.lncs = lncs
         self.token = token
 
 
 class ClosedNeuron:
-    """All of it, on one runtime. `installed()` puts it into torch, and ends its threads."""
+    """All of it, on one runtime. `installed()` puts it into torch; `close()` ends its threads."""
 
-    def __init__(self, runtime: NrtRuntime) -> None:
+    def __init__(self, runtime: Callable[[], NrtRuntime], kind: str = "1") -> None:
+        """`kind` is what the environment's variable would say."""
         self._runtime = runtime
-        self._send_receive = SendReceive(runtime)
+        self._is_first_form = kind == _FIRST_FORM
+        self._is_eager = kind == _EAGER
         self._communicators: list[Communicator] = []
         self._lncs: list[int] = []
         self._engines: list[NeuronTransferEngine] = []
-        self.classes = SimpleNamespace(
-            Runtime=lambda: SimpleNamespace(get_visible_nc_count=runtime.visible_cores),
+        self.classes = _Names(
+            Runtime=lambda: _Names(get_visible_nc_count=runtime().visible_cores),
             CompletionToken=CompletionToken,
             NeuronTransferEngine=self._engine,
         )
-        self.ops = SimpleNamespace(
+        self.ops = _Names(
             _nrt_async_init_neuron=self._open,
             _nrt_create_send_communicator=self._connect,
             _nrt_create_recv_communicator=self._accept,
@@ -86,24 +119,45 @@ class ClosedNeuron:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """torch.classes.neuron and torch.ops.neuron, within the block."""
+        """torch.classes.neuron, torch.ops.neuron and torch.zeros on a device, in the block."""
         classes = mock.patch.object(torch.classes, "neuron", self.classes, create=True)
         operators = mock.patch.object(torch.ops, "neuron", self.ops, create=True)
-        try:
-            with classes, operators:
-                yield
-        finally:
-            for engine in self._engines:
-                engine.close()
-            for lnc in self._lncs:
+        with classes, operators, mock.patch.object(torch, "zeros", self._zeros_of(torch.zeros)):
+            yield
+
+    def close(self) -> None:
+        """At the end of the process. A core on which something is posted for good stays open."""
+        for engine in self._engines:
+            engine.close()
+        lncs, self._lncs = self._lncs, []
+        for lnc in lncs:
+            with contextlib.suppress(NrtError, NrtMisuse):
                 self._send_receive.close(lnc)
 
-    def _engine(
-        self, batch_size: int, remote_ip: str, is_sender: bool, nc_offset: int
-    ) -> "NeuronTransferEngine":
-        engine = NeuronTransferEngine(
-            self._send_receive, self._communicators, batch_size, is_sender, nc_offset
-        )
+    @property
+    def _send_receive(self) -> SendReceive:
+        return SendReceive(self._runtime())
+
+    def _zeros_of(self, of_torch: Callable[..., Any]) -> Callable[..., Any]:
+        def zeros(*size: Any, device: Any = None, **options: Any) -> Any:
+            if device is None or torch.device(device).type != "privateuseone":
+                return of_torch(*size, device=device, **options)
+            shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+            dtype = options.get("dtype") or torch.get_default_dtype()
+            core = torch.device(device).index or 0
+            memory = self._runtime().allocate(shape.numel() * dtype.itemsize, core, "zeros")
+            memory.fill(0)
+            return DeviceTensor(memory, shape, dtype)  # given back with the runtime
+
+        return zeros
+
+    def _engine(self, batch_size: int, remote_ip: str, is_sender: bool, *rest: Any) -> Any:
+        """What else it takes is (nc_offset), or in the first form (True, nc_offset)."""
+        kinds = (bool, int) if self._is_first_form else (int,)
+        if tuple(map(type, rest)) != kinds or type(is_sender) is not bool:
+            raise RuntimeError(f"__init__() takes {kinds} behind is_sender, not {rest}")
+        made = FirstEngine if self._is_first_form else NeuronTransferEngine
+        engine = made(self._communicators, batch_size, is_sender, rest[-1], self._is_eager)
         self._engines.append(engine)
         return engine
 
@@ -122,7 +176,10 @@ class ClosedNeuron:
         return len(self._communicators) - 1
 
     def _test(self, number: int) -> bool:
-        return self._communicators[number].is_connected()
+        try:
+            return self._communicators[number].is_connected()
+        except NrtRetry:
+            return False
 
 
 class NeuronTransferEngine:
@@ -130,45 +187,58 @@ class NeuronTransferEngine:
 
     def __init__(
         self,
-        send_receive: SendReceive,
         communicators: Sequence[Communicator],
         batch_size: int,
         is_sender: bool,
         nc_offset: int,
+        is_eager: bool,
     ) -> None:
-        self._send_receive = send_receive
         self._communicators = communicators
         self._batch_size = batch_size
         self._is_sender = is_sender
         self._nc_offset = nc_offset
+        self._peer_offset: int | None = None
         self._transfers: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="closed transfer engine")
+        run = self._run_eagerly if is_eager else self._run
+        self._thread = threading.Thread(target=run, name="closed transfer engine", daemon=True)
         self._thread.start()
 
     def queue_transfer_with_token(
         self,
-        tensors: Sequence[DeviceTensor],
-        offsets: Sequence[int],
-        lengths: Sequence[int],
-        peer_devices: Sequence[int],
-        local_devices: Sequence[int],
-        comm_ids: Sequence[int],
+        tensors: list[DeviceTensor],
+        offsets: list[int],
+        lengths: list[int],
+        peer_devices: list[int],
+        local_devices: list[int],
+        comm_ids: list[int],
         completion_count: int,
         completion_token: CompletionToken,
         use_queue: bool,
         completion_time_out: int,
     ) -> None:
-        """Queue these bytes of whole state tensors; returns at once. Offsets, lengths: bytes."""
+        """Queue these bytes of whole state tensors; returns at once. Offsets, lengths: bytes.
+
+        RuntimeError where numbers of devices and communicators do not fit each other.
+        """
         if completion_count:
             raise NotImplementedError("the stand-in sends no layers while they are computed")
+        lists = (tensors, offsets, lengths, peer_devices, local_devices, comm_ids)
+        if any(type(each) is not list or len(each) != len(tensors) for each in lists):
+            raise RuntimeError("six lists of one length are wanted")
         communicators = [self._communicators[number] for number in comm_ids]
-        runs = list(zip(tensors, offsets, lengths, communicators, strict=True))
-        for tensor, local in zip(tensors, local_devices, strict=True):
+        rows = zip(tensors, local_devices, peer_devices, communicators, strict=True)
+        for tensor, local, peer, communicator in rows:
             if tensor.device.index != local:
                 raise RuntimeError(f"a tensor of core {tensor.device.index}, not {local}")
-        lncs = {local + self._nc_offset for local in local_devices}
-        self._transfers.put(_Transfer(runs, lncs, completion_token))
+            if communicator.lnc != local + self._nc_offset:
+                raise RuntimeError(f"a communicator of core {communicator.lnc}, not of {local}")
+            peer_offset = communicator.peer_lnc - peer
+            if peer < 0 or self._peer_offset not in (None, peer_offset):
+                raise RuntimeError(f"device {peer} of the peer is not core {communicator.peer_lnc}")
+            self._peer_offset = peer_offset
+        runs = list(zip(tensors, offsets, lengths, communicators, strict=True))
+        self._transfers.put(_Transfer(runs, completion_token))
 
     def close(self) -> None:
         """End the thread. A transfer that is not through fails."""
@@ -180,38 +250,86 @@ class NeuronTransferEngine:
         while (transfer := self._transfers.get()) is not None:
             try:
                 self._move(transfer)
-            except (NrtError, TimeoutError) as error:
+            except (NrtError, NrtMisuse, ValueError, TimeoutError) as error:
                 transfer.token.end(error)
             else:
                 transfer.token.end()
 
+    def _run_eagerly(self) -> None:
+        moving: list[tuple[_Transfer, list[NrtRequest]]] = []
+        while not self._closing.is_set():
+            for transfer, requests in moving:
+                self._guarded(transfer, requests, [])
+            moving = [each for each in moving if each[1]]
+            with contextlib.suppress(queue.Empty):
+                new = self._transfers.get(timeout=_POLL_S if moving else None)
+                if new is not None:
+                    moving.append((new, []))
+                    self._guarded(*moving[-1], new.runs)
+                    moving = [each for each in moving if each[1]]
+
+    def _guarded(
+        self,
+        transfer: _Transfer,
+        requests: list[NrtRequest],
+        runs: list[tuple[DeviceTensor, int, int, Communicator]],
+    ) -> None:
+        """Post these, and look which requests are over. Its token's end is the end of the last."""
+        try:
+            requests += [self._post(*run) for run in runs]
+            requests[:] = [request for request in requests if not _is_over(request)]
+        except (NrtError, NrtMisuse, ValueError) as error:
+            requests.clear()
+            transfer.token.end(error)
+        else:
+            if not requests:
+                transfer.token.end()
+
     def _move(self, transfer: _Transfer) -> None:
-        posted: list[NrtRequest] = []
-        for tensor, offset, length, communicator in transfer.runs:
-            while (request := self._post(communicator, tensor, offset, length)) is None:
-                posted = self._still_pending(posted)
-            posted.append(request)
-            while len(posted) >= self._batch_size:
-                posted = self._still_pending(posted)
-        while posted:
-            posted = self._still_pending(posted)
-        if not self._is_sender:
-            for lnc in sorted(transfer.lncs):
-                self._send_receive.flush(lnc)
+        runs = transfer.runs
+        for first in range(0, len(runs), self._batch_size):
+            batch = runs[first : first + self._batch_size]
+            pending = [self._post(*run) for run in batch]
+            while pending := self._still_pending(pending):
+                pass
 
     def _post(
-        self, communicator: Communicator, tensor: DeviceTensor, offset: int, length: int
-    ) -> NrtRequest | None:
+        self, tensor: DeviceTensor, offset: int, length: int, communicator: Communicator
+    ) -> NrtRequest:
         post = communicator.send if self._is_sender else communicator.receive
-        try:
-            return post(tensor.nrt_tensor, offset, length)
-        except NrtRetry:  # too many are pending
-            return None
+        return post(tensor.allocation, offset, length)
 
     def _still_pending(self, posted: list[NrtRequest]) -> list[NrtRequest]:
-        left = [request for request in posted if request.test() is None]
+        left = [request for request in posted if not _is_over(request)]
         if self._closing.is_set():
             raise TimeoutError("the engine ends")
         if len(left) == len(posted):
             self._closing.wait(_POLL_S)
         return left
+
+
+class FirstEngine(NeuronTransferEngine):
+    """With the arguments of the first SDK that had it."""
+
+    def queue_transfer_with_token(  # type: ignore[override]
+        self,
+        tensors: list[DeviceTensor],
+        offsets: list[int],
+        lengths: list[int],
+        peer_devices: list[int],
+        local_devices: list[int],
+        comm_ids: list[int],
+        token: CompletionToken,
+    ) -> None:
+        super().queue_transfer_with_token(
+            tensors, offsets, lengths, peer_devices, local_devices, comm_ids, 0, token, False, 1
+        )
+
+
+def _is_over(request: NrtRequest) -> bool:
+    try:
+        return request.test() is not None
+    except NrtError as error:
+        if error.status == NrtStatus.TIMEOUT:
+            return False
+        raise

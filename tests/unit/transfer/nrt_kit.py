@@ -21,8 +21,22 @@ NUM_BLOCKS = 6
 PREFILL, DECODE = Incarnation("f0" * 16), Incarnation("d0" * 16)
 UNTOUCHED = 0xEE
 WAIT_S = 30.0
+# What each end sends and receives by: closed classes of this form, or (None) libnrt by handles.
+DRIVERS = {"libnrt": {}, "torch": {PREFILL: "1", DECODE: "1"}}
+MIXED = {"torch to libnrt": {PREFILL: "1"}, "libnrt to torch": {DECODE: "1"}}
+_classes = {}
 # Short where a test waits for it, long where it must not come in between.
 TIMES = NrtTimes(grace_s=0.5, unclaimed_s=WAIT_S, close_s=5.0)
+
+
+@contextmanager
+def driven_by(name):
+    """Pools that are made within the block: a name of DRIVERS or MIXED."""
+    _classes.update((DRIVERS | MIXED)[name])
+    try:
+        yield name
+    finally:
+        _classes.clear()
 
 
 def until(is_true):
@@ -107,6 +121,7 @@ class Two:
 @contextmanager
 def one_end(incarnation, times=TIMES, engine=None, **pool_fields):
     with ExitStack() as stack:
+        pool_fields = {"classes": _classes.get(incarnation), **pool_fields}
         pool = nrt_end.make_pool(LAYOUT, NUM_BLOCKS, incarnation, **pool_fields)
         stack.enter_context(closing(pool))
         made = stack.enter_context(closing(nrt_end.make_engine(pool, times, **(engine or {}))))

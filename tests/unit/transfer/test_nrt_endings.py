@@ -6,9 +6,11 @@ from contextlib import contextmanager
 import pytest
 from nrt_kit import (
     DECODE,
+    DRIVERS,
     PREFILL,
     UNTOUCHED,
     NrtTimes,
+    driven_by,
     ended,
     two_ends,
     until,
@@ -17,15 +19,28 @@ from nrt_kit import (
 from neuron_di.errors import (
     KvError,
     KvMissing,
+    LocalProtocolError,
     NeuronDiError,
     PeerError,
     PeerGone,
     PeerTimeout,
 )
+from neuron_di.transfer.nrt_link import ControlLink
 
 LATE = "function=sendrecv.send delay_us=300000"  # all that the process sends
 NEVER = "function=sendrecv.send status=5"  # the next send never ends, and its receive does not
 QUICK = NrtTimes(grace_s=0.3, stall_s=0.3, close_s=1.0)
+
+
+# What a driver by torch-neuronx's classes cannot tell apart: test_nrt_drivers.py.
+BY_LIBNRT = pytest.mark.parametrize("driver", ["libnrt"], indirect=True)
+
+
+@pytest.fixture(autouse=True, params=DRIVERS)
+def driver(request):
+    """What both ends send and receive by."""
+    with driven_by(request.param) as name:
+        yield name
 
 
 @contextmanager
@@ -234,6 +249,7 @@ def test_a_peer_that_is_lost_with_something_posted_takes_the_device_along():
         assert ended(sends[1]) is None or isinstance(ended(sends[1]), PeerError)
 
 
+@BY_LIBNRT
 def test_a_message_that_fails_takes_both_devices_along():
     with two_ends(QUICK) as two:
         two.prefill.place.fault("function=sendrecv.send status=1")
@@ -245,6 +261,7 @@ def test_a_message_that_fails_takes_both_devices_along():
         check_lost(two.prefill)
 
 
+@BY_LIBNRT
 def test_a_device_that_fails_is_lost_at_once():
     with two_ends() as two:
         two.decode.place.fault("function=nrt_async_sendrecv_recv_tensor status=6 sticky")
@@ -268,6 +285,7 @@ def test_a_flush_that_fails_makes_nothing_believed():
         assert not two.decode.pool.is_on_device(0)
 
 
+@BY_LIBNRT
 def test_what_the_device_does_not_take_is_refused_and_costs_the_peer_nothing():
     with two_ends() as two:
         num_posted = two.prefill.num_calls("send_tensor")
@@ -295,3 +313,21 @@ def test_closing_with_something_posted_for_good_loses_the_device():
         two.prefill.engine.close()
         assert ended(send) is not None
         check_lost(two.prefill, "posted")
+
+
+def test_a_bug_in_an_offer_ends_the_send_and_others_go_on(monkeypatch):
+    with two_ends() as two:
+        say = ControlLink.send
+        receive = two.receive([0], [0])
+        outcome = two.post(receive)
+
+        def failing(link, frame):
+            monkeypatch.setattr(ControlLink, "send", say)
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(ControlLink, "send", failing)
+        assert isinstance(ended(two.send(receive)), LocalProtocolError)
+        assert two.prefill.engine._accepted[DECODE].guest.sender.idle.is_set()
+        assert ended(two.send(receive)) is None
+        assert outcome.error() is None
+        check_moves(two)

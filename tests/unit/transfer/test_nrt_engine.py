@@ -7,10 +7,12 @@ import pytest
 from contract.nrt_end import PAD
 from nrt_kit import (
     DECODE,
+    DRIVERS,
     LAYOUT,
     NUM_BLOCKS,
     PREFILL,
     UNTOUCHED,
+    driven_by,
     ended,
     two_ends,
     used,
@@ -23,6 +25,17 @@ from neuron_di.transfer.nrt_plan import DevicePlan
 from neuron_di.types import RequestId, WorkerId
 
 DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 4), (4, 1)]
+
+
+# What a driver by torch-neuronx's classes cannot tell apart: test_nrt_drivers.py.
+BY_LIBNRT = pytest.mark.parametrize("driver", ["libnrt"], indirect=True)
+
+
+@pytest.fixture(autouse=True, params=DRIVERS)
+def driver(request):
+    """What both ends send and receive by."""
+    with driven_by(request.param) as name:
+        yield name
 
 
 def num_bytes_sent(end):
@@ -142,6 +155,7 @@ def test_no_more_is_posted_than_the_runtime_allows(pending_max):
         assert two.decode.num_calls("recv_tensor") == before[1] + count
 
 
+@BY_LIBNRT
 def test_a_runtime_that_has_too_many_requests_is_asked_again():
     with two_ends() as two:
         two.prefill.place.fault("function=nrt_async_sendrecv_send_tensor status=4 times=5")

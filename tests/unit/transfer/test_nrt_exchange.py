@@ -1,12 +1,14 @@
 """One link's end: whom it tells, what it leaves behind, and how much it hears."""
 
 import itertools
+from collections import deque
 
 import numpy as np
 import pytest
+from nrt_fakes import Request
 
 from neuron_di.errors import LocalProtocolError, PeerGone, PeerTimeout
-from neuron_di.transfer.nrt_channel import Channel
+from neuron_di.transfer.nrt_channel import Channel, Message
 from neuron_di.transfer.nrt_connections import ConnectionSet, Place
 from neuron_di.transfer.nrt_exchange import Exchange, NrtTimes
 from neuron_di.transfer.nrt_frames import OFFER, Frame
@@ -75,9 +77,9 @@ def listener():
 @pytest.fixture
 def exchange(listener):
     connections = ConnectionSet("peer", "send", "host", 1)
-    connections.places = [Place(0, 0, 1, 0, Channel(None, 1))]
+    connections.places = [Place(0, 0, 1, 0, channel=Channel(None, 1))]
     times = NrtTimes(stall_s=0.05)
-    exchange = Exchange(Poster(), Link(), connections, None, times, lambda _: None)
+    exchange = Exchange(Poster(), Link(), connections, ["tensor"], times, lambda _: None)
     exchange.start(listener)
     return exchange
 
@@ -117,6 +119,69 @@ def test_a_transfer_over_other_connections_is_over_at_once(exchange, listener):
     assert isinstance(over[0].error, LocalProtocolError)
     assert not exchange._connections.channels[0].is_busy
     assert listener.ends == [(over[0].error, True)]
+
+
+class Full(deque):
+    """Takes so many, and then no more."""
+
+    room = 3
+
+    def append(self, message):
+        if len(self) == self.room:
+            raise MemoryError
+        super().append(message)
+
+
+def three_messages():
+    numbers = np.zeros(3, np.int64)
+    return Moves(
+        starts=np.array([0, 3]),
+        source_tensors=numbers,
+        source_offsets=np.arange(3),
+        destination_tensors=numbers,
+        destination_offsets=numbers,
+        lengths=np.ones(3, np.int64),
+    )
+
+
+@pytest.mark.parametrize("room", [2, 3])
+def test_a_transfer_that_fails_before_it_is_posted_is_over_at_once(exchange, listener, room):
+    """Else nobody would ever end its token: not all of it waits, or the link is not looked at."""
+    (channel,) = exchange._connections.channels
+    channel.waiting = Full()
+    before = Message(None, None, None, 0, 1)
+    channel.waiting.append(before)
+    channel.waiting.room = room + 1
+
+    def step(agents):
+        raise RuntimeError("a bug")
+
+    exchange._poster.step = step
+    over = []
+    exchange.begin(three_messages(), over.append)
+    (movement,) = over
+    assert isinstance(movement.error, LocalProtocolError)
+    assert (movement.num_left, movement.num_posted, movement.num_stuck) == (0, 0, 0)
+    assert list(channel.waiting) == [before]
+    assert listener.ends == [(movement.error, True)]
+
+
+def test_a_transfer_that_fails_behind_its_first_post_is_over_when_the_device_is_through(exchange):
+    (channel,) = exchange._connections.channels
+    request = Request()
+    channel.post = lambda _: request
+    over, done = [], []
+
+    def step(agents):
+        channel.step(done)
+        raise RuntimeError("a bug")
+
+    exchange._poster.step = step
+    exchange.begin(three_messages(), over.append)
+    assert isinstance(exchange.error, LocalProtocolError)
+    assert over == []
+    channel.abandon(exchange.error, done)
+    assert [(each.num_posted, each.num_stuck) for each in done] == [(1, 1)]
 
 
 def test_a_frame_that_shows_a_bug_breaks_the_link_off(exchange, listener):

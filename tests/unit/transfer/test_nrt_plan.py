@@ -138,20 +138,20 @@ def test_both_ends_reckon_the_same_messages_and_they_are_right(
         for seed, (count, pad) in enumerate(ends)
     )
     before = [tensor.copy() for tensor in to]
-    for pair, (source_rank, destination_rank) in enumerate(plans[0].pairs):
-        ours, theirs = sent.of_pair(pair), received.of_pair(pair)
-        assert (sent.lengths[ours] == received.lengths[theirs]).all()
-        rows = zip(range(ours.start, ours.stop), range(theirs.start, theirs.stop), strict=True)
-        for i, j in rows:
-            source = int(sent.source_tensors[i]), int(sent.source_offsets[i])
-            target = int(received.destination_tensors[j]), int(received.destination_offsets[j])
-            assert source[0] % ranks[0] == source_rank
-            assert target[0] % ranks[1] == destination_rank
-            length = int(sent.lengths[i])
-            assert source[1] + length <= len(from_[source[0]])
-            to[target[0]][target[1] : target[1] + length] = from_[source[0]][
-                source[1] : source[1] + length
-            ]
+    (pairs, ours), (its_pairs, theirs) = sent.in_turns(), received.in_turns()
+    assert (pairs == its_pairs).all()
+    for pair, i, j in zip(pairs.tolist(), ours.tolist(), theirs.tolist(), strict=True):
+        source_rank, destination_rank = plans[0].pairs[pair]
+        assert sent.lengths[i] == received.lengths[j]
+        source = int(sent.source_tensors[i]), int(sent.source_offsets[i])
+        target = int(received.destination_tensors[j]), int(received.destination_offsets[j])
+        assert source[0] % ranks[0] == source_rank
+        assert target[0] % ranks[1] == destination_rank
+        length = int(sent.lengths[i])
+        assert source[1] + length <= len(from_[source[0]])
+        to[target[0]][target[1] : target[1] + length] = from_[source[0]][
+            source[1] : source[1] + length
+        ]
     expected = read(own[0], from_, ids[0], num_tokens, lambda layer, n: layer % n)
     came = read(own[1], to, ids[1], num_tokens, lambda layer, n: layer % n)
     if ranks[0] <= 4:  # each head once: there is one replica to send
@@ -162,6 +162,13 @@ def test_both_ends_reckon_the_same_messages_and_they_are_right(
         assert all((a[part] == b[part]).all() for a, b in zip(to, before, strict=True))
     others = {own[1].rank_of_tensor()[n] for n in range(len(to))}
     assert others == set(range(ranks[1]))
+
+
+def test_messages_go_in_turns_over_pairs_and_in_order_within_each():
+    moves = DevicePlan(geometry(2), geometry(1)).moves([0], [1], 3)
+    pairs, rows = replace(moves, starts=np.array([0, 1, 1, 4, 6])).in_turns()
+    assert pairs.tolist() == [0, 2, 3, 2, 3, 2]
+    assert rows.tolist() == [0, 1, 4, 2, 5, 3]
 
 
 def test_messages_of_other_lengths_have_another_digest():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch_neuronx  # noqa: F401 - the real one does so, too: it registers what torch then has
 from stand_in import artifact
 from stand_in.nxd_model import NxdModel
 from stand_in.sharding import kv_map_of
