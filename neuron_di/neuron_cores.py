@@ -7,8 +7,10 @@ those that the operator allows, and keeps them when it is started again.
 So far this has run on a simulator of libnrt only.
 """
 
+import itertools
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +41,7 @@ RUNTIME_FUNCTIONS = (  # without which no worker runs
 _DEFAULTS = {ENABLED_VARIABLE: "1", PORT_VARIABLE: "45645"}
 # What the rendezvous of send and receive leaves behind when its process is killed; the older name
 # is of all users.
-_LOCK_FOLDER = Path("/tmp")  # noqa: S108
+LOCK_FOLDER = Path("/tmp")  # noqa: S108
 _LOCK_NAMES = ("nrt_kv_store_server_lock_uid_*", "nrt_kv_store_server.lock")
 
 
@@ -149,12 +151,16 @@ def worker_environment(environ: Mapping[str, str], cores: range) -> dict[str, st
     return _DEFAULTS | kept | {VISIBLE_CORES: as_text(cores), SHARED_MEMORY_OF_EFA: "0"}
 
 
-def bootstrap_locks_of_others(folder: Path = _LOCK_FOLDER) -> list[str]:
+def bootstrap_locks_of_others(folder: Path | None = None) -> list[str]:
     """Lock files of the rendezvous that this user may not lock: where one was left behind, send
-    and receive do not open. One of the user's own is in nobody's way."""
+    and receive do not open. One of the user's own is in nobody's way.
+
+    Without `folder` in the documented one, and where temporary files go otherwise.
+    """
+    folders = {LOCK_FOLDER, Path(tempfile.gettempdir())} if folder is None else {folder}
     found = []
-    for name in _LOCK_NAMES:
-        for path in sorted(folder.glob(name)):
+    for place, name in itertools.product(sorted(folders), _LOCK_NAMES):
+        for path in sorted(place.glob(name)):
             with suppress(OSError):  # it is gone by now
                 if path.stat().st_uid != os.getuid() or not os.access(path, os.R_OK | os.W_OK):
                     found.append(str(path))
