@@ -1,8 +1,14 @@
 """`neuron-di doctor`: what it does with its flags."""
 
 import argparse
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from neuron_di.clock import now_s
 from neuron_di.doctor.checks import Check, chosen
@@ -14,7 +20,15 @@ from neuron_di.doctor.runner import run_check
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Returns the exit code: 1 when something failed. Raises ConfigError."""
+    """Returns the exit code: 1 when something failed. Raises ConfigError.
+
+    SystemExit on SIGTERM and SIGHUP, with what a shell makes of that signal.
+    """
+    with _signals_raise():
+        return _run(flags)
+
+
+def _run(flags: argparse.Namespace) -> int:
     machine = Machine()
     options = read_options(flags, machine.environment)
     checks = chosen(options)
@@ -34,6 +48,25 @@ def run(flags: argparse.Namespace) -> int:
     else:
         printer.show_summary(report)
     return 0 if report.is_well else 1
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """As Ctrl-C does, so that what was begun is ended in order. One that is ignored stays so."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # others may set no handlers
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _examine(

@@ -5,7 +5,10 @@ this, without a model or with one, and can send what it writes: no names, no add
 A server that runs notices nothing: only free cores are taken, by processes that end.
 """
 
+import os
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,11 +34,7 @@ def write_report(machine: Machine, options: DoctorOptions, path: Path) -> int:
 
     ConfigError, before anything is tried, where the file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--first-hour: {path} cannot be written: {error.strerror}") from None
+    path = _writable(path)
     points: list[Point] = []
     for each in _answers(machine, options):
         _tell(f"{each.number} of {len(QUESTIONS)}  {each.outcome}  {each.answer}")
@@ -46,6 +45,24 @@ def write_report(machine: Machine, options: DoctorOptions, path: Path) -> int:
     write(path, machine, points, findings)
     _tell(f"written to {path}: look at it, then send it")
     return 1 if any(each.outcome == Grade.FAILED for each in points) else 0
+
+
+def _writable(path: Path) -> Path:
+    """Where the report goes: what a link leads to. It replaces a file, and nothing else.
+
+    ConfigError where it cannot.
+    """
+    try:
+        # Before the link is resolved: that of a pipe leads to no path.
+        if path.exists() and not stat.S_ISREG(os.stat(path).st_mode):
+            raise ConfigError(f"--first-hour: {path} is no ordinary file: name one")
+        path = path.resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            return path
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--first-hour: {path} cannot be written: {why}") from None
 
 
 def _answers(machine: Machine, options: DoctorOptions) -> Iterator[Point]:

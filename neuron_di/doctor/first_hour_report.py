@@ -22,7 +22,12 @@ from neuron_di.version import __version__
 FORMAT = 1
 _LEFT_OUT = {"neuron.users"}  # processes of this machine
 _SHOWN = re.compile(r"(?:NEURON_RT_|NEURON_LOGICAL_|NEURON_COMBINE_|FI_|NRT_SIM_|NCCL_|OFI_)\w*\Z")
-_WITH_PATHS = {"NRT_SIM_ROOT", "NRT_SIM_TRACE", "NEURON_RT_LOG_LOCATION"}
+# Numbers, ranges of cores, levels, words of the runtime and of libfabric. Others may be anybody's.
+_PLAIN = re.compile(
+    r"\^?(?:\d+(?:[-,]\d+)*|true|false|yes|no|on|off|auto|none|trace|debug|info|warn|warning|error"
+    r"|critical|efa|efa-direct|tcp|shm|neuron|(?:trn|inf)\d\w?\.\w+)",
+    re.IGNORECASE,
+)
 _VERSION = re.compile(r"\d+(?:\.\d+){2,}")
 _PACKAGES = (
     *("neuronx-cc", "torch-neuronx", "neuronx-distributed", "neuronx-distributed-inference"),
@@ -107,7 +112,7 @@ def _system(machine: Machine) -> str:
 def _environment(machine: Machine) -> dict[str, str]:
     """What the runtime and libfabric read. Of nothing else even the name."""
     return {
-        name: "set" if name in _WITH_PATHS else value
+        name: value if _PLAIN.fullmatch(value) else "set"
         for name, value in sorted(machine.environment.items())
         if _SHOWN.match(name)
     }

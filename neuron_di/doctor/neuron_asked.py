@@ -27,6 +27,12 @@ ATTEMPTS_MAX = 8
 # In the words of the runtime, or of who called it, where there is no status.
 _TAKEN = ("not available - Requested", NrtStatus.EXEC_NC_BUSY.name)
 _WORDS_MAX = 300
+# The tie is made before anything else: a library that hangs is ended by it, too.
+_TIED = (
+    "import runpy, sys; from neuron_di_bindings.process import end_with_parent; "
+    "end_with_parent(int(sys.argv.pop(1))); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +90,11 @@ def ask(
     environment: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> Asked:
-    """Run a module of this package in a process of its own."""
+    """Run a module of this package in a process of its own, which ends with this one."""
     chosen = {} if options.libnrt is None else {PATH_VARIABLE: options.libnrt}
     environ = dict(machine.environment if environment is None else environment) | chosen
-    command = (sys.executable, "-m", f"neuron_di.doctor.{module}", *words)
+    tied = (sys.executable, "-c", _TIED, str(os.getpid()))
+    command = (*tied, f"neuron_di.doctor.{module}", *words)
     ran = replace(machine, environment=environ).run(*command, timeout_s=timeout_s)
     assert ran is not None, "this interpreter is there"
     steps = Steps()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.neuron_asked import ask_library, device_users, expects_neuron
+from neuron_di.doctor.neuron_asked import Asked, ask_library, device_users, expects_neuron
 from neuron_di.doctor.neuron_instances import INSTANCES, NEURON_IDS, Instance
 from neuron_di.doctor.pci import instance_type, may_use, neuron_devices
 from neuron_di.neuron_cores import LOGICAL_CORES
@@ -176,6 +176,7 @@ def _health(machine: Machine) -> Iterator[Finding]:
 def _cores(machine: Machine, options: DoctorOptions, row: Instance | None) -> Iterator[Finding]:
     """As the runtime counts them. What is wrong with the runtime itself is another check's."""
     asked = ask_library(machine, options)
+    yield from _unanswered(asked)
     if "total" not in asked.steps.found and asked.steps.begun != "total":
         return
     if (failed := asked.failure_in_full("total")) is not None:
@@ -212,6 +213,26 @@ def _cores(machine: Machine, options: DoctorOptions, row: Instance | None) -> It
         "the devices that a container was given.",
         facts=facts | {"num_expected": wanted},
     )
+
+
+def _unanswered(asked: Asked) -> Iterator[Finding]:
+    """Questions that a runtime which is well answers without a core."""
+    failures = {
+        step: failed
+        for step in ("version", "visible")
+        if (failed := asked.failure_in_full(step)) is not None
+    }
+    if failures:
+        named = "; ".join(f"{step}: {failed}" for step, failed in failures.items())
+        yield Finding(
+            check="neuron.answers",
+            grade=Grade.WARNING,
+            says=f"the runtime does not answer what it is asked without a core ({named})",
+            mend="Install driver (aws-neuronx-dkms) and runtime (aws-neuronx-runtime-lib) of one "
+            "release; NEURON_RT_VISIBLE_CORES and NEURON_RT_NUM_CORES, if set, name what this host "
+            "has.",
+            facts={"steps": failures},
+        )
 
 
 def _logical(machine: Machine, row: Instance | None) -> tuple[int, str]:

@@ -82,6 +82,25 @@ def _of_core(machine: Machine, options: DoctorOptions, lnc: int, asked: Asked) -
     row = INSTANCES.get(instance_type(machine))
     yield from _registration(machine, row, lnc, asked)
     yield from _send_receive(machine, options, row, lnc, asked)
+    yield from _closing(lnc, asked)
+
+
+def _closing(lnc: int, asked: Asked) -> Iterator[Finding]:
+    """What came of giving the core back."""
+    failures = {
+        step: failed
+        for step in ("send_receive_close", "close")
+        if (failed := asked.failure(step)) is not None
+    }
+    if failures:
+        yield Finding(
+            check="neuron.close",
+            grade=Grade.WARNING,
+            says=f"NeuronCore {lnc} is not given back in order: {'; '.join(failures.values())}",
+            mend="Install driver and runtime of one release. A worker that does not end in order "
+            "may keep its cores a while.",
+            facts={"core": lnc, "steps": failures},
+        )
 
 
 def _registration(

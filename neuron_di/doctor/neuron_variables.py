@@ -12,6 +12,7 @@ from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import expects_neuron
 from neuron_di.doctor.neuron_instances import INSTANCES
 from neuron_di.doctor.pci import instance_type
+from neuron_di.doctor.reserved_ports import reserve_mend, reserved_ports
 from neuron_di.errors import ConfigError
 from neuron_di.neuron_cores import (
     LOGICAL_CORES,
@@ -28,7 +29,6 @@ _LOG_LEVEL = "NEURON_RT_LOG_LEVEL"
 _LOG_LEVELS = ("QUIET", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE")
 _ASYNC = "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"
 _EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
-_RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
 _PORT_MAX = 65_535
 _DEFAULTS = {ENABLED_VARIABLE: "1", PORT_VARIABLE: "45645", SHARED_MEMORY_OF_EFA: "0"}
 
@@ -137,23 +137,15 @@ def _port(machine: Machine) -> Iterator[Finding]:
     limits = (machine.read(_EPHEMERAL) or "").split()
     if len(limits) == 2 and all(word.isdecimal() for word in limits):
         first, last = map(int, limits)
-        if first <= int(port) <= last and not _is_reserved(machine, int(port)):
+        if first <= int(port) <= last and int(port) not in reserved_ports(machine):
             yield Finding(
                 check="neuron.bootstrap_port",
                 grade=Grade.NOTE,
                 says=f"the kernel may give port {port}, at which workers' devices meet, to any "
                 "outgoing connection",
-                mend=f"Reserve it: sudo sysctl -w net.ipv4.ip_local_reserved_ports={port}.",
+                mend=f"{reserve_mend(machine, [int(port)])}.",
                 facts={"port": int(port), "first": first, "last": last},
             )
-
-
-def _is_reserved(machine: Machine, port: int) -> bool:
-    for part in (machine.read(_RESERVED) or "").split(","):
-        first, _, last = part.partition("-")
-        if first.isdecimal() and int(first) <= port <= int(last if last.isdecimal() else first):
-            return True
-    return False
 
 
 def _runtime(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -180,7 +172,9 @@ def _runtime(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def _libfabric(environment: Mapping[str, str]) -> Iterator[Finding]:
     provider = environment.get("FI_PROVIDER")
-    if provider and "efa" not in provider.split(","):
+    # libfabric's filter: names, or after a ^ names that are left out.
+    names = (provider or "").removeprefix("^").split(",")
+    if provider and ("efa" in names) == provider.startswith("^"):
         yield _doubtful(
             "neuron.fi_provider",
             f"FI_PROVIDER={provider} keeps libfabric from EFA",

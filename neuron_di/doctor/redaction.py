@@ -22,6 +22,8 @@ _NAME_CHARS_MIN = 3
 _PUBLIC_NAMES = {"localhost", "root", "neuron", "none"}
 _HOMES = re.compile(r"/(?:home|Users)/[^/\s'\",;:)]+|(?<![\w/])/root(?=[/\s'\",;:)]|$)")
 _PATTERNS = (  # in their order: names of hosts have addresses in them
+    (re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\",;)]+"), "[url]"),
+    (re.compile(r"\b\d{12}\.dkr\.ecr\.[\w./:@-]+"), "[aws]"),
     (re.compile(r"\b[\w.+-]+@[\w-]+\.[\w.-]+"), "[mail]"),
     (re.compile(r"\bip-\d{1,3}-\d{1,3}-\d{1,3}-\d{1,3}[\w.-]*"), "[host]"),
     (re.compile(r"\bec2-\d{1,3}-\d{1,3}-\d{1,3}-\d{1,3}[\w.-]*"), "[host]"),
@@ -34,7 +36,7 @@ _PATTERNS = (  # in their order: names of hosts have addresses in them
     (re.compile(r"\b(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}\b"), "[address]"),
 )
 # Other folders than the system's have people's names for things.
-_PATH = re.compile(r"(?<![\w.~/:\]-])/[\w.+@%=-]+(?:/[\w.+@%=-]*)*")
+_PATH = re.compile(r"(?:(?<![\w.~/\]])|(?<=-[IL]))/[\w.+@%=-]+(?:/[\w.+@%=-]*)*")
 _SYSTEM = ("opt", "dev", "sys", "proc", "etc", "usr", "lib", "lib64", "tmp", "bin", "sbin", "run")
 _PERHAPS_IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)")
 _PERHAPS_IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]*:[0-9A-Fa-f:]+(?:%\w+)?(?![\w.])")
@@ -84,7 +86,9 @@ class Redactor:
 
 
 def _path(found: re.Match[str]) -> str:
-    is_public = found[0].split("/")[1] in _SYSTEM
+    first, _, rest = found[0][1:].partition("/")
+    # /opt is of the operator's own things, too.
+    is_public = first in _SYSTEM and (first != "opt" or rest.split("/")[0] in ("aws", "amazon"))
     return found[0] if is_public else "[path]"
 
 

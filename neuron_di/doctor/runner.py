@@ -134,7 +134,7 @@ def _be_the_check(run: Run, name: str, findings: int, printed: int, parent: int)
     status = 1
     try:
         os.setsid()  # a session of its own: it ends as a whole, and hears no Ctrl-C
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         end_with_parent(parent)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -131,6 +131,22 @@ def test_the_runtimes_refusal_to_count_is_told_with_its_words(tmp_path):
     assert "names cores that there are not: 99" in found["neuron.cores"].says
 
 
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [
+        ("function=nrt_get_version status=1", "version"),
+        ("function=nrt_get_version die", "version"),
+        ("function=nrt_get_visible_vnc_count status=1", "visible"),
+        ("function=nrt_get_visible_vnc_count die", "visible"),
+    ],
+)
+def test_a_question_that_the_runtime_does_not_answer(tmp_path, fault, step):
+    root = instance(tmp_path / "root", "trn1.32xlarge")
+    found = findings(root, simulated(tmp_path / "sim", NRT_SIM_FAULTS=fault))
+    assert found["neuron.answers"].grade == Grade.WARNING
+    assert list(found["neuron.answers"].facts["steps"]) == [step]
+
+
 def test_devices_that_this_user_may_not_open():
     with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to others
         os.chmod(folder, 0o755)

@@ -195,5 +195,19 @@ def test_whatever_the_runtime_does_is_told(root, environment, monkeypatch, fault
     assert words in found.says
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "function=nrt_close die",
+        "function=nrt_async_sendrecv_close status=1",
+        "function=nrt_async_sendrecv_close die",
+    ],
+)
+def test_a_core_that_is_not_given_back_in_order(root, environment, fault):
+    found = findings(root, environment | {"NRT_SIM_FAULTS": fault})
+    assert found["neuron.memory"].grade == Grade.OK
+    assert found["neuron.close"].grade == Grade.WARNING
+
+
 def test_a_laptop_is_asked_nothing(tmp_path):
     assert findings(laptop(tmp_path), {"PATH": os.environ["PATH"]}) == {}

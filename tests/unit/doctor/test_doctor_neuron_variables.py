@@ -50,7 +50,16 @@ def test_a_port_that_the_kernel_gives_to_anybody(root):
     root.file("/proc/sys/net/ipv4/ip_local_reserved_ports", "8080,45000-46000\n")
     assert findings(root, inside) == {}
     root.file("/proc/sys/net/ipv4/ip_local_reserved_ports", "8080,45646\n")
-    assert list(findings(root, inside)) == ["neuron.bootstrap_port"]
+    found = findings(root, inside)["neuron.bootstrap_port"]
+    assert "ip_local_reserved_ports=8080,45646,45645" in found.mend, "what is there stays"
+
+
+@pytest.mark.parametrize(
+    ("provider", "is_doubtful"),
+    [("efa", False), ("tcp,efa", False), ("tcp", True), ("^tcp", False), ("^tcp,efa", True)],
+)
+def test_a_provider_that_is_not_efa(root, provider, is_doubtful):
+    assert ("neuron.fi_provider" in findings(root, SET | {"FI_PROVIDER": provider})) is is_doubtful
 
 
 @pytest.mark.parametrize(

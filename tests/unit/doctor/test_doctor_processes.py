@@ -1,13 +1,16 @@
 """What the doctor's processes tell of themselves, and what becomes of them."""
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from neuron_machines import laptop, machine, options, simulated
 from test_doctor_neuron_memory import holding
 
+from neuron_di.clock import Deadline, sleep_s
 from neuron_di.doctor import first_hour_transfers, neuron_asked
 from neuron_di.doctor.first_hour_transfers import Bench, own_address, pair
 from neuron_di.doctor.neuron_asked import Asked, ask, core_environment
@@ -130,6 +133,52 @@ def test_the_second_process_ends_with_the_first(tmp_path):
         again = neuron_asked.ask_core(looked_at, options(), 7)
     assert again.failure("memory") is None
     assert "memory" in again.steps.found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_however_the_doctor_ends_its_processes_give_their_cores_back(tmp_path, number):
+    """While a core's memory is read, which takes five minutes here."""
+    fault = "function=nrt_tensor_read delay_us=300000000 sticky"
+    doctor = subprocess.Popen(
+        [sys.executable, "-m", "neuron_di", "doctor", "--only", "neuron"],
+        env=simulated(tmp_path / "sim", NRT_SIM_FAULTS=fault),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    probers: list[int] = []
+    try:
+        probers = until(lambda: core_probers(tmp_path))
+        assert probers, "one asks a core"
+        doctor.send_signal(number)
+        doctor.wait(20)
+        assert until(lambda: not core_probers(tmp_path)), "it is gone"
+    finally:
+        doctor.kill()
+        doctor.wait()
+        for pid in core_probers(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+    assert doctor.returncode == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def until(look):
+    deadline = Deadline.after(40)
+    while not (found := look()) and not deadline.has_passed():
+        sleep_s(0.05)
+    return found
+
+
+def core_probers(folder):
+    """Processes that ask a core of the simulator in this folder."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            is_ours = os.fsencode(folder) in (place / "environ").read_bytes()
+        except OSError:  # it ended, or is another user's
+            continue
+        if is_ours and b"neuron_di.doctor.nrt_probe" in words and b"core" in words:
+            found.append(int(place.name))
+    return found
 
 
 def test_nixl_reads_memory_of_the_host(tmp_path):

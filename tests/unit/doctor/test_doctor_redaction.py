@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from neuron_di.doctor import first_hour_report
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.redaction import Redactor
 
@@ -81,4 +82,43 @@ def test_it_goes_through_whole_values(redactor):
         "[user]": [1, None, True, {"x": "[address]"}],
         "n": 2.5,
         "t": ["[host]"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("u:/data/acme/x", "acme"),
+        ("conf=/data/acme/x", "acme"),
+        ("-I/data/acme/include", "acme"),
+        ("/opt/acme/models", "acme"),
+        ("https://user:pw@host.acme/x", "acme"),
+        ("file:///srv/acme/x", "acme"),
+        ("s3://acme-bucket/weights", "acme"),
+        ("123456789012.dkr.ecr.us-west-2.amazonaws.com/acme:1", "123456789012"),
+    ],
+)
+def test_places_of_the_operators_own_are_taken_out(tmp_path, text, hidden):
+    told = Redactor(Machine(tmp_path, environment={})).text(text)
+    assert hidden not in told
+    assert "/opt/aws/neuron/lib" in Redactor(Machine(tmp_path, environment={})).text(
+        "libnrt of /opt/aws/neuron/lib"
+    )
+
+
+def test_of_a_variable_only_numbers_and_known_words_are_told():
+    environment = {
+        "NEURON_RT_VISIBLE_CORES": "0-7,16",
+        "FI_PROVIDER": "efa",
+        "NEURON_RT_ROOT_COMM_ID": "head7.corp.example:62182",
+        "NCCL_CONF": "u:/data/acme/x",
+        "NEURON_RT_AUTH_TOKEN": "short",
+        "HOME": "/home/acme",
+    }
+    assert first_hour_report._environment(Machine(environment=environment)) == {
+        "FI_PROVIDER": "efa",
+        "NCCL_CONF": "set",
+        "NEURON_RT_AUTH_TOKEN": "set",
+        "NEURON_RT_ROOT_COMM_ID": "set",
+        "NEURON_RT_VISIBLE_CORES": "0-7,16",
     }

@@ -242,6 +242,26 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_tried(tmp
         write_report(machine(laptop(tmp_path / "root"), {}), options(), tmp_path / "file/report.md")
 
 
+def test_nothing_but_a_file_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
+    (tmp_path / "circle").symlink_to("circle")
+    for name in ("pipe", "device", "circle"):
+        with pytest.raises(ConfigError, match=name):
+            write_report(machine(laptop(tmp_path / "root"), {}), options(), tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "device").is_char_device()
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path):
+    environment = {"PATH": os.environ["PATH"], "NEURON_DI_LIBNRT": "/nowhere"}
+    link = tmp_path / "link.md"
+    link.symlink_to("report.md")
+    assert write_report(machine(laptop(tmp_path / "root"), environment), options(), link) == 1
+    assert link.is_symlink()
+    assert len(outcomes_of(written(tmp_path / "report.md")[1])) == 8
+
+
 def test_the_command_writes_it_without_any_neuron(tmp_path):
     """A laptop: a report all the same, which says that there is nothing."""
     report = tmp_path / "report.md"
