@@ -55,6 +55,10 @@ CHECKS = (
 
 GROUPS = tuple(dict.fromkeys(check.group for check in CHECKS))
 
+# What is not looked at where --device names another kind.
+_GROUPS_OF_DEVICES = {"cuda", "neuron"}
+_GROUPS_OF_DEVICE: dict[str, set[str]] = {"cpu": set(), "cuda": {"cuda"}, "neuron": {"neuron"}}
+
 
 def chosen(options: DoctorOptions) -> list[Check]:
     """The checks of the groups that `--only` names, all without it. ConfigError for others."""
@@ -63,6 +67,14 @@ def chosen(options: DoctorOptions) -> list[Check]:
             raise ConfigError(
                 f"--only: there is no group {name!r}; the nearest is {nearest(name, GROUPS)!r} of "
                 f"{', '.join(GROUPS)}",
+                param="only",
+            )
+    named = set(options.only)
+    if named and options.device != "auto":
+        left = named - (_GROUPS_OF_DEVICES - _GROUPS_OF_DEVICE[options.device])
+        if not left:
+            raise ConfigError(
+                f"--device {options.device} leaves out all of --only {','.join(options.only)}",
                 param="only",
             )
     return [check for check in CHECKS if not options.only or check.group in options.only]

@@ -4,20 +4,24 @@ Version 2 has a folder per group, and each group has what all above it leave; ve
 tree per kind, of which a container sees its own part at the top.
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from neuron_di.doctor.machine import Machine
 
 _ROOT = "/sys/fs/cgroup"
+_NO_LIMIT_FROM = 1 << 62  # version 1 says the most that it can count, in whole pages
 
 
 def core_quota(machine: Machine) -> float | None:
     """As much CPU time as so many cores have; None: all there is."""
     quotas = [text.split() for text in _read(machine, "cpu.max")]
-    folder = f"{_ROOT}/cpu/cpu.cfs"
-    quotas.append([machine.read(f"{folder}_{name}_us") or "" for name in ("quota", "period")])
+    pairs = zip(
+        _read(machine, "cpu.cfs_quota_us", "cpu"),
+        _read(machine, "cpu.cfs_period_us", "cpu"),
+        strict=False,
+    )
+    quotas += [list(pair) for pair in pairs]
     given = [
         int(quota[0]) / int(quota[1])
         for quota in quotas
@@ -28,16 +32,25 @@ def core_quota(machine: Machine) -> float | None:
 
 def memory_limit(machine: Machine) -> int | None:
     """In bytes; None: all there is."""
-    texts = [*_read(machine, "memory.max")]
-    texts.append(machine.read(f"{_ROOT}/memory/memory.limit_in_bytes") or "")
-    return min((int(text) for text in texts if text.isdecimal()), default=None)
+    texts = (*_read(machine, "memory.max"), *_read(machine, "memory.limit_in_bytes", "memory"))
+    limits = [int(text) for text in texts if text.isdecimal()]
+    return min((limit for limit in limits if limit < _NO_LIMIT_FROM), default=None)
 
 
-def _read(machine: Machine, name: str) -> Iterator[str]:
-    """A file of this process's group, and of all groups above it, of version 2."""
-    found = re.search(r"^0::(/.*)$", machine.read("/proc/self/cgroup") or "", re.MULTILINE)
-    group = PurePosixPath(found[1] if found else "/")
+def _read(machine: Machine, name: str, kind: str = "") -> Iterator[str]:
+    """A file of this process's group, and of all groups above it: of version 1 with a `kind`."""
+    group = _group(machine, kind)
     for folder in (group, *group.parents):
-        text = machine.read(f"{_ROOT}{folder}/{name}")
+        text = machine.read(f"{_ROOT}/{kind}{folder}/{name}")
         if text is not None:
             yield text
+
+
+def _group(machine: Machine, kind: str) -> PurePosixPath:
+    """As the kernel tells it: `0::/a` of version 2, `4:cpu,cpuacct:/a` of version 1."""
+    for line in (machine.read("/proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        kinds, _, path = rest.partition(":")
+        if kind in kinds.split(",") and path.startswith("/"):
+            return PurePosixPath(path)
+    return PurePosixPath("/")

@@ -26,7 +26,8 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
 
 def _ours(machine: Machine) -> Iterator[Finding]:
     refused = refused_variables(machine.environment)
-    for name, reason in refused.items():
+    for name, words in refused.items():
+        reason, _, _ = words.partition(", not ")  # what it must be, without what it is
         yield Finding(
             check="environment.ours",
             grade=Grade.FAILED,

@@ -6,7 +6,7 @@ What is written is a key below the options' prefix, under a lease of its own, go
 import asyncio
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING
 
 from neuron_di.config import EtcdOptions, is_loopback
@@ -50,7 +50,21 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     if options.etcd.is_auto:
         yield from _auto(machine, options.etcd, security)
     else:
-        yield from asyncio.run(probe_members(options.etcd, security))
+        yield from _as_they_come(probe_members(options.etcd, security))
+
+
+def _as_they_come(findings: AsyncGenerator[Finding]) -> Iterator[Finding]:
+    """What was found is told also where what follows hangs, or fails."""
+
+    async def following() -> Finding | None:
+        return await anext(findings, None)
+
+    with asyncio.Runner() as runner:
+        try:
+            while (finding := runner.run(following())) is not None:
+                yield finding
+        finally:
+            runner.run(findings.aclose())
 
 
 def _secrets(options: EtcdOptions) -> Iterator[Finding]:
@@ -94,20 +108,23 @@ def _auto(machine: Machine, options: EtcdOptions, security: "Security") -> Itera
         facts={"version": found[1]},
     )
     try:
-        yield from asyncio.run(_started(options, security))
-    except NeuronDiError as error:
+        yield from _as_they_come(_started(options, security))
+    except (NeuronDiError, OSError) as error:
+        words = error.message if isinstance(error, NeuronDiError) else str(error)
         yield Finding(
             check="etcd.program",
             grade=Grade.FAILED,
-            says=f"an etcd of our own does not start: {error.message}",
-            mend=_INSTALL,
+            says=f"an etcd of our own does not start: {words}",
+            mend="It needs the loopback interface (ip link set lo up), some tens of open files "
+            "(ulimit -n) and room in TMPDIR.",
         )
 
 
-async def _started(options: EtcdOptions, security: "Security") -> list[Finding]:
+async def _started(options: EtcdOptions, security: "Security") -> AsyncGenerator[Finding]:
     from neuron_di.doctor.etcd_probe import probe_members
     from neuron_di.etcd.child import ChildEtcd
 
     async with ChildEtcd() as child:
         own = EtcdOptions(etcd=(child.address,), etcd_prefix=options.etcd_prefix)
-        return await probe_members(own, security)
+        async for finding in probe_members(own, security):
+            yield finding

@@ -10,13 +10,18 @@ import socket
 import ssl
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from io import BytesIO
 
-from neuron_di.clock import unix_s
+from neuron_di.clock import Deadline, unix_s
 from neuron_di.config import EtcdOptions
 from neuron_di.config.value import split_address
 from neuron_di.doctor.resolve import Unresolved, resolve
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 2.0  # of the name, and of all that follows
+_ANSWER_BYTES_MAX = 1 << 16
+_IS_ETCD = b'"etcdserver"'
+_TLS_ALERT = b"\x15\x03"
+_CLIENT_PORT = "Name etcd's client port, as a rule 2379 (2380 is for its members)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,46 +39,93 @@ class Door:
 
 
 def knock(address: str, options: EtcdOptions) -> Door:
-    """Within twice TIMEOUT_S or so. What cannot be read of the options' files was said before."""
+    """Within twice TIMEOUT_S. What cannot be read of the options' files was said before."""
     host, port = split_address(address)
     try:
         _, ip = resolve(host, TIMEOUT_S)[0]
     except Unresolved as error:
         return _shut(str(error), "Correct --etcd, or DNS, or name the IP address.")
+    deadline = Deadline.after(TIMEOUT_S)
     try:
         sock = socket.create_connection((ip, port), TIMEOUT_S)
     except OSError as error:
         return _closed(port, error)
+    is_secure = False
     try:
         if options.etcd_ca is not None:
-            sock = _context(options).wrap_socket(sock, server_hostname=host)
-        return _ask(sock, address)
-    except ssl.SSLError as error:
-        return _refused_tls(host, error)
-    except (OSError, http.client.HTTPException):
-        return _no_words(options)
+            sock.settimeout(_left_s(deadline))
+            secure = _context(options).wrap_socket(
+                sock, server_hostname=host, do_handshake_on_connect=False
+            )
+            sock = secure
+            secure.do_handshake()
+            is_secure = True
+        return _ask(sock, address, deadline)
+    except TimeoutError:
+        return Door(
+            why=f"it takes connections, and does not answer within {TIMEOUT_S:g} s",
+            mend="Look whether that process is stopped, or its host's disk hangs, and at its log.",
+        )
+    except (OSError, http.client.HTTPException) as error:
+        if options.etcd_ca is None:
+            return Door(
+                why="it hangs up, as etcd does without TLS where it asks for it",
+                mend=f"Give --etcd-ca if it speaks TLS; else: {_CLIENT_PORT}",
+            )
+        return _refused_us(error) if is_secure else _refused_tls(host, error)
     finally:
         sock.close()
 
 
-def _ask(sock: socket.socket, address: str) -> Door:
+def _ask(sock: socket.socket, address: str, deadline: Deadline) -> Door:
     """Raises OSError or HTTPException where what answers does not speak HTTP."""
+    sock.settimeout(_left_s(deadline))
     sock.sendall(
         f"GET /version HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode("ascii")
     )
     before_s = unix_s()
-    answer = http.client.HTTPResponse(sock)
-    try:
-        answer.begin()
-    finally:
-        answer.close()
-    return Door(skew_s=_skew_s(answer.getheader("Date"), (before_s + unix_s()) / 2))
+    text = _read(sock, deadline)
+    status, _, rest = text.partition(b"\r\n")
+    if not text or text.startswith(_TLS_ALERT):
+        raise ConnectionResetError
+    if not status.startswith(b"HTTP/"):
+        return Door(why="what answers there is no etcd", mend=_CLIENT_PORT)
+    headers = http.client.parse_headers(BytesIO(rest))
+    skew_s = _skew_s(headers.get("Date"), (before_s + unix_s()) / 2)
+    if _IS_ETCD in text:
+        return Door(skew_s=skew_s)
+    mend = f"{_CLIENT_PORT} If it asks for HTTPS, give --etcd-ca." if b"HTTPS" in text else ""
+    return Door(why="what answers there is no etcd", mend=mend or _CLIENT_PORT, skew_s=skew_s)
+
+
+def _read(sock: socket.socket, deadline: Deadline) -> bytes:
+    """Until it says that it is etcd, or has said all. TimeoutError where it says nothing."""
+    text = b""
+    while len(text) < _ANSWER_BYTES_MAX and _IS_ETCD not in text:
+        try:
+            sock.settimeout(_left_s(deadline))
+            piece = sock.recv(_ANSWER_BYTES_MAX)
+        except TimeoutError:
+            if not text:
+                raise
+            break
+        if not piece:
+            break
+        text += piece
+    return text
+
+
+def _left_s(deadline: Deadline) -> float:
+    """Raises TimeoutError where nothing is left: a socket takes 0 for not waiting at all."""
+    if deadline.has_passed():
+        raise TimeoutError
+    return deadline.remaining_s()
 
 
 def _skew_s(date: str | None, now_s: float) -> float | None:
     try:
         there_s = parsedate_to_datetime(date or "").timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):  # the second: of a time zone that is none
         return None
     return round(there_s + 0.5 - now_s, 1)  # it says whole seconds, rounded down
 
@@ -104,8 +156,8 @@ def _shut(why: str, mend: str) -> Door:
     return Door(why=why, mend=mend, is_open=False)
 
 
-def _refused_tls(host: str, error: ssl.SSLError) -> Door:
-    reason = error.reason or "without a reason"
+def _refused_tls(host: str, error: Exception) -> Door:
+    """The connection was not secure yet."""
     if isinstance(error, ssl.SSLCertVerificationError):
         words = error.verify_message.lower()
         mend = "Give as --etcd-ca the authority that signed etcd's certificate."
@@ -114,29 +166,24 @@ def _refused_tls(host: str, error: ssl.SSLError) -> Door:
         elif "expired" in words or "not yet valid" in words:
             mend = "Renew it, or set this machine's clock."
         return _shut(f"its certificate is refused: {words}", mend)
-    if isinstance(error, ssl.SSLEOFError) or reason == "WRONG_VERSION_NUMBER":
+    reason = "" if not isinstance(error, ssl.SSLError) else error.reason or "without a reason"
+    if reason in ("", "WRONG_VERSION_NUMBER") or isinstance(error, ssl.SSLEOFError):
         return _shut(
             "it hangs up on TLS, which --etcd-ca asks for",
             "If it speaks no TLS, start it with a certificate, or leave out --etcd-ca.",
         )
     if "ALERT" in reason:
-        return _shut(
-            f"it refuses our certificate, or that there is none ({reason})",
-            "Give --etcd-cert and --etcd-key of an authority that etcd trusts.",
-        )
+        return _refused_us(error)
     return _shut(
         f"TLS fails: {reason}",
         "Look at etcd's log, and at the three files --etcd-ca, --etcd-cert and --etcd-key.",
     )
 
 
-def _no_words(options: EtcdOptions) -> Door:
-    if options.etcd_ca is None:
-        return Door(
-            why="it hangs up, or is silent, as etcd is without TLS where it asks for it",
-            mend="Give --etcd-ca if it speaks TLS; else, is that its client port (2379, not 2380)?",
-        )
-    why = "it hangs up, or is silent"
-    if options.etcd_cert is None:
-        return Door(why=why, mend="It may ask for a certificate: --etcd-cert and --etcd-key.")
-    return Door(why=why, mend="Is that etcd's client port (2379, not 2380)? Look at its log.")
+def _refused_us(error: Exception) -> Door:
+    """With TLS 1.3 a client learns of it after the handshake, and may only see the end."""
+    reason = f" ({error.reason})" if isinstance(error, ssl.SSLError) and error.reason else ""
+    return _shut(
+        f"it refuses our certificate, or that there is none{reason}",
+        "Give --etcd-cert and --etcd-key of an authority that etcd trusts.",
+    )

@@ -6,6 +6,7 @@ Loading this loads gRPC. ConfigError where it is not installed.
 import asyncio
 import secrets
 import statistics
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from neuron_di.clock import Deadline, now_s
@@ -20,6 +21,7 @@ from neuron_di.etcd.security import Security
 
 MEMBER_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 5.0  # of each call
+WRITE_TIMEOUT_S = 15.0  # of all calls of a write but its last, the revoke
 TTL_S = 10.0  # of the key, should this process be killed
 NUM_WRITES = 5
 SKEW_S_MAX = 2.0
@@ -39,21 +41,24 @@ class _Member:
     error: NeuronDiError | None = None
 
 
-async def probe_members(options: EtcdOptions, security: Security) -> list[Finding]:
+async def probe_members(options: EtcdOptions, security: Security) -> AsyncGenerator[Finding]:
     """A finding for each member, then for all of them, then of a write, where one answers."""
     key = f"{options.etcd_prefix.rstrip('/')}/doctor/{secrets.token_hex(8)}".encode()
-    members = await asyncio.gather(
-        *(_ask(address, options, security, key) for address in options.etcd)
-    )
-    findings = [_of_member(member) for member in members]
-    findings += [_skewed(member, member.door.skew_s) for member in members if _is_skewed(member)]
+    asked = [asyncio.create_task(_ask(address, options, security, key)) for address in options.etcd]
+    members = []
+    for task in asked:  # in their order, and each as soon as those before it
+        members.append(await task)
+        yield _of_member(members[-1])
+    for member in members:
+        if _is_skewed(member):
+            yield _skewed(member, member.door.skew_s)
     answered = [member for member in members if member.status is not None]
-    findings += _together(answered)
+    for finding in _together(answered):
+        yield finding
     if answered:
         addresses = [member.address for member in answered]
         async with EtcdClient(addresses, security, call_timeout_s=PROBE_TIMEOUT_S) as client:
-            findings.append(await _write(client, key, options.etcd_prefix))
-    return findings
+            yield await _write(client, key, options.etcd_prefix)
 
 
 async def _ask(address: str, options: EtcdOptions, security: Security, key: bytes) -> _Member:
@@ -174,16 +179,21 @@ def _together(members: list[_Member]) -> list[Finding]:
 
 async def _write(client: EtcdClient, key: bytes, prefix: str) -> Finding:
     """Does what a worker does when it comes and goes, below another name."""
+    whole = Deadline.after(WRITE_TIMEOUT_S)
+
+    def soon() -> Deadline:
+        return Deadline.after(PROBE_TIMEOUT_S).earlier_of(whole)
+
     try:
-        lease = await client.grant(TTL_S)
+        lease = await client.grant(TTL_S, deadline=soon())
         try:
             took_ms = []
             for number in range(NUM_WRITES):
                 begun_s = now_s()
-                await client.put(key, str(number).encode(), lease=lease)
+                await client.put(key, str(number).encode(), lease=lease, deadline=soon())
                 took_ms.append((now_s() - begun_s) * 1e3)
-            found = await client.get(key)
-            num_deleted = await client.delete(KeyRange(key))
+            found = await client.get(key, deadline=soon())
+            num_deleted = await client.delete(KeyRange(key), deadline=soon())
         finally:
             await client.revoke(lease, deadline=Deadline.after(PROBE_TIMEOUT_S))
     except PermissionDenied as error:

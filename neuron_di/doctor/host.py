@@ -209,11 +209,19 @@ def _disks(machine: Machine) -> Iterator[Finding]:
 
 def _disk(machine: Machine, name: str, words: str, path: str, variable: str) -> Finding:
     """Of a folder, which may still have to be made."""
-    folders = (PurePosixPath(path), *PurePosixPath(path).parents)
-    rooms = (machine.room(str(folder)) for folder in folders)
-    room = next((room for room in rooms if room is not None), Room(num_bytes=0, free_bytes=0))
+    folders = map(str, (PurePosixPath(path), *PurePosixPath(path).parents))
+    folder = next((folder for folder in folders if machine.room(folder) is not None), "/")
+    room = machine.room(folder) or Room(num_bytes=0, free_bytes=0)
     facts: dict[str, Fact] = {"free_bytes": room.free_bytes, "num_bytes": room.num_bytes}
     says = f"{in_bytes(room.free_bytes)} are free on the disk for {words}".rstrip(",")
+    if not machine.may_write(folder):
+        return Finding(
+            check=f"host.disk.{name}",
+            grade=Grade.WARNING,
+            says=f"this user may not write in the folder for {words}".rstrip(","),
+            mend=f"Name a folder of this user's with {variable}.",
+            facts=facts,
+        )
     if room.free_bytes < DISK_BYTES_MIN:
         return Finding(
             check=f"host.disk.{name}",

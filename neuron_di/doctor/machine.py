@@ -23,6 +23,7 @@ from neuron_di.config import child_environment
 
 FILE_BYTES_MAX = 1 << 20
 OUTPUT_BYTES_MAX = 1 << 18  # of each stream; what a program writes beyond it is dropped
+_LOOK_EVERY_S = 0.05  # whether it ended
 _KILLED = -int(signal.SIGKILL)
 
 
@@ -101,6 +102,11 @@ class Machine:
         return Room(
             num_bytes=found.f_blocks * found.f_frsize, free_bytes=found.f_bavail * found.f_frsize
         )
+
+    def may_write(self, path: str) -> bool:
+        """Whether this user may make files in a folder."""
+        folder = self._below_root(path)
+        return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
     def program(self, name: str) -> str | None:
         """Where a program is, by the PATH of `environment`; None where it is not."""
@@ -191,7 +197,11 @@ def _outputs(
         for stream, output in zip(streams, outputs, strict=True):
             selector.register(stream, EVENT_READ, output)
         while selector.get_map() and not deadline.has_passed():
-            for key, _ in selector.select(deadline.remaining_s()):
+            has_ended = child.poll() is not None  # before looking: what it wrote is there then
+            ready = selector.select(0 if has_ended else min(_LOOK_EVERY_S, deadline.remaining_s()))
+            if has_ended and not ready:  # a child of its own keeps them open
+                break
+            for key, _ in ready:
                 piece = os.read(key.fd, 1 << 16)
                 if not piece:
                     selector.unregister(key.fileobj)

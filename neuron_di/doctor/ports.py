@@ -1,21 +1,22 @@
 """Whether the addresses that the server will listen on are free."""
 
 import errno
-import re
 import socket
 from collections.abc import Iterator
+from itertools import combinations
 
 from neuron_di.config.value import split_address
 from neuron_di.doctor.finding import Fact, Finding, Grade
-from neuron_di.doctor.listeners import Listener, listener_on
+from neuron_di.doctor.listeners import Listener, has_table, listener_on
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.options import DoctorOptions
+from neuron_di.doctor.reserved_ports import reserve_mend, reserved_ports
 from neuron_di.doctor.resolve import Unresolved, resolve
 
 _BOOTSTRAP = "NEURON_RT_ASYNC_SENDRECV_BOOTSTRAP_PORT"
 _BOOTSTRAP_DEFAULT = "45645"  # as `neuron-di serve` sets it
 _OUTGOING = "/proc/sys/net/ipv4/ip_local_port_range"
-_RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
+_ANY = ("0.0.0.0", "::", "")  # noqa: S104 - compared with, not listened on
 
 
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
@@ -29,6 +30,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
             grade=Grade.OK,
             says="all ports are 0: each process takes any free one",
         )
+    yield from _twice(options)
     ports = {port: purpose for (_, port), purpose in wanted.items()}
     if machine.names("/dev/neuron[0-9]*"):
         text = machine.environment.get(_BOOTSTRAP, _BOOTSTRAP_DEFAULT)
@@ -39,12 +41,8 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
 
 def _wanted(options: DoctorOptions) -> dict[tuple[str, int], str]:
     """What for, by address. An address that is named twice stands for the first purpose."""
-    transfer = options.kv_transfer
     named = [
-        ((options.host, options.port), "--port"),
-        ((options.host, options.signal_port), "--signal-port"),
-        ((transfer.transfer_host or options.host, transfer.transfer_port), "--transfer-port"),
-        ((options.host, transfer.nrt_control_port), "--nrt-control-port"),
+        *_own(options),
         *((split_address(text), "--listen") for text in options.listen),
     ]
     wanted: dict[tuple[str, int], str] = {}
@@ -52,6 +50,31 @@ def _wanted(options: DoctorOptions) -> dict[tuple[str, int], str]:
         if address[1] != 0:
             wanted.setdefault(address, purpose)
     return wanted
+
+
+def _own(options: DoctorOptions) -> list[tuple[tuple[str, int], str]]:
+    """Of one process: the address, and what for."""
+    transfer = options.kv_transfer
+    return [
+        ((options.host, options.port), "--port"),
+        ((options.host, options.signal_port), "--signal-port"),
+        ((transfer.transfer_host or options.host, transfer.transfer_port), "--transfer-port"),
+        ((options.host, transfer.nrt_control_port), "--nrt-control-port"),
+    ]
+
+
+def _twice(options: DoctorOptions) -> Iterator[Finding]:
+    """Two purposes cannot have one port, at one address or where one of them has all."""
+    for ((host, port), one), ((other_host, other_port), other) in combinations(_own(options), 2):
+        is_one_address = host == other_host or host in _ANY or other_host in _ANY
+        if port == other_port != 0 and is_one_address:
+            yield Finding(
+                check="ports.distinct",
+                grade=Grade.FAILED,
+                says=f"{one} and {other} are both {port}: a server can listen there once",
+                mend=f"Give {other} another port, or 0 for any free one.",
+                facts={"port": port},
+            )
 
 
 def _tried(machine: Machine, host: str, port: int, purpose: str) -> Finding:
@@ -82,13 +105,32 @@ def _tried(machine: Machine, host: str, port: int, purpose: str) -> Finding:
 def _taken(
     machine: Machine, port: int, where: str, purpose: str, facts: dict[str, Fact]
 ) -> Finding:
-    listener = listener_on(machine, port) or Listener()
+    listener = listener_on(machine, port)
+    if listener is None and has_table(machine):
+        return Finding(
+            check="ports.listen",
+            grade=Grade.FAILED,
+            says=f"{where} is in use by a connection, and nobody listens there",
+            mend=f"Wait until that connection ends (`ss -tanp` shows it), or give another one with "
+            f"{purpose}.",
+            facts=facts,
+        )
+    listener = listener or Listener()
     facts |= {"pid": listener.pid, "is_ours": listener.is_ours}
     if listener.is_ours:
         return Finding(
             check="ports.listen",
             grade=Grade.NOTE,
             says=f"{where} is taken by a neuron-di that runs here already, pid {listener.pid}",
+            facts=facts,
+        )
+    if listener.perhaps_pid is not None:
+        return Finding(
+            check="ports.listen",
+            grade=Grade.WARNING,
+            says=f"{where} is taken by {listener}, who runs a neuron-di too, "
+            f"pid {listener.perhaps_pid}",
+            mend=f"If that is its port, nothing is wrong; else give another one with {purpose}.",
             facts=facts,
         )
     end = "end that process" if listener.pid is None else f"end pid {listener.pid}"
@@ -137,21 +179,15 @@ def _outgoing(machine: Machine, ports: dict[int, str]) -> Iterator[Finding]:
     if len(bounds) != 2:
         return
     first, last = map(int, bounds)
-    reserved = {
-        number
-        for low, high in re.findall(r"(\d+)(?:-(\d+))?", machine.read(_RESERVED) or "")
-        for number in range(int(low), int(high or low) + 1)
-    }
+    reserved = reserved_ports(machine)
     exposed = sorted(port for port in ports if first <= port <= last and port not in reserved)
     if exposed:
         names = ", ".join(f"{port} ({ports[port]})" for port in exposed)
-        text = ",".join(map(str, exposed))
         yield Finding(
             check="ports.outgoing",
             grade=Grade.NOTE,
             says=f"an outgoing connection may by chance have taken one of these before a server "
             f"starts: {names}",
-            mend=f"Reserve them, in addition to those that are: sysctl -w "
-            f"net.ipv4.ip_local_reserved_ports={text}; or take ports outside {first}-{last}.",
+            mend=f"{reserve_mend(machine, exposed)}; or take ports outside {first}-{last}.",
             facts={"ports": list(exposed), "first": first, "last": last},
         )

@@ -1,8 +1,11 @@
 """What the doctor says of etcd: real members, plain, with TLS, with users, gone and frozen."""
 
 import asyncio
+import contextlib
 import json
 import os
+import shlex
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,12 @@ from typing import Any
 import pytest
 from etcd_kit import DEADLINE_S, PASSWORD, Etcd, certificates, require_etcd, running_etcd
 
-from neuron_di.doctor.etcd_door import _skew_s
+from neuron_di.config import EtcdOptions
+from neuron_di.doctor.etcd_door import _skew_s, knock
 from neuron_di.doctor.etcd_probe import _is_good
 from neuron_di.etcd.client import EtcdClient
+
+NUM_KNOCKS = 12
 
 Findings = list[dict[str, Any]]
 
@@ -100,7 +106,8 @@ async def test_a_frozen_etcd_is_given_up() -> None:
         finally:
             etcd.members[0].thaw()
         assert names(findings) == ["etcd.member failed"]
-        assert findings[0]["mend"]
+        assert "does not answer within 2 s" in findings[0]["says"]
+        assert findings[0]["mend"].startswith("Look whether that process is stopped")
 
 
 async def test_two_clusters_are_no_cluster() -> None:
@@ -117,7 +124,7 @@ async def test_tls_is_said_by_what_is_wrong_with_it() -> None:
         assert names(well) == ["etcd.member ok", "etcd.write ok"]
         stranger = certificates().path("stranger.pem")
         for flags, words in (
-            (["--etcd", address], "as etcd is without TLS where it asks for it"),
+            (["--etcd", address], "as etcd does without TLS where it asks for it"),
             (["--etcd", address, *tls_flags(None)], "it refuses our certificate"),
             (["--etcd", address, "--etcd-ca", stranger], "its certificate is refused"),
             (["--etcd", f"127.0.0.2:{port}", *tls_flags()], "nothing listens"),
@@ -140,6 +147,88 @@ async def test_an_etcd_without_tls_is_said_to_be() -> None:
         findings = await doctor("--etcd", etcd.addresses[0], *tls_flags(None), code=1)
         assert names(findings) == ["etcd.member failed"]
         assert "hangs up on TLS" in findings[0]["says"]
+
+
+def reasons(address: str, *pem: str) -> set[str]:
+    """What is said of an address when it is asked often: who is first may differ."""
+    paths = [certificates().path(name) for name in pem]
+    options = EtcdOptions(
+        etcd=(address,),
+        etcd_ca=paths[0],
+        etcd_cert=paths[1] if len(paths) > 1 else None,
+        etcd_key=paths[2] if len(paths) > 1 else None,
+    )
+    return {knock(address, options).why for _ in range(NUM_KNOCKS)}
+
+
+async def test_a_certificate_of_another_authority_is_said_to_be_refused_each_time() -> None:
+    async with running_etcd(tls=True) as etcd:
+        pem = ("ca.pem", "stranger.pem", "stranger.key")
+        for why in await asyncio.to_thread(reasons, etcd.addresses[0], *pem):
+            assert why.startswith("it refuses our certificate")
+
+
+async def test_no_tls_is_said_to_be_none_each_time() -> None:
+    async with running_etcd() as etcd:
+        whys = await asyncio.to_thread(reasons, etcd.addresses[0], "ca.pem")
+        assert whys == {"it hangs up on TLS, which --etcd-ca asks for"}
+
+
+async def test_an_end_after_the_handshake_is_a_refusal() -> None:
+    """As etcd looks where its alert is lost."""
+    pem = certificates()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pem.path("server.pem"), pem.path("server.key"))
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        (why,) = await asyncio.to_thread(reasons, f"127.0.0.1:{port}", "ca.pem")
+    assert why.startswith("it refuses our certificate")
+
+
+async def test_an_address_that_says_odd_things_hides_no_other() -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        date = b"Tue, 14 Nov 2023 22:13:20 -99999999999999999999"
+        writer.write(b"HTTP/1.1 200 OK\r\nDate: " + date + b"\r\n\r\n")
+        writer.close()
+
+    async with running_etcd() as etcd, await asyncio.start_server(say, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        flags = ("--etcd", f"127.0.0.1:{port},{etcd.addresses[0]}")
+        findings = await doctor(*flags, code=1)
+    assert names(findings) == ["etcd.member failed", "etcd.member ok", "etcd.write ok"]
+
+
+async def test_an_address_that_says_a_letter_at_a_time_is_given_up() -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError), contextlib.closing(writer):
+            while True:
+                writer.write(b"H")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        door = await asyncio.to_thread(knock, address, EtcdOptions(etcd=(address,)))
+    assert door.why == "what answers there is no etcd"
+
+
+async def test_an_etcd_of_our_own_says_what_it_lacks() -> None:
+    """Few open files; it is installed."""
+    require_etcd()
+    words = "ulimit -n 24; exec " + shlex.join(
+        [sys.executable, "-m", "neuron_di", "doctor", "--only", "etcd", "--json", "--etcd", "auto"]
+    )
+    process = await asyncio.create_subprocess_shell(words, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(DEADLINE_S):
+        stdout, _ = await process.communicate()
+    first, last = json.loads(stdout)["findings"]
+    assert names([first, last]) == ["etcd.program ok", "etcd.program failed"]
+    assert "ulimit -n" in last["mend"]
 
 
 async def test_users_and_what_they_may(tmp_path: Path) -> None:
@@ -170,7 +259,11 @@ async def test_users_and_what_they_may(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [(b"", "it hangs up, or is silent"), (b"SSH-2.0-x\r\n", "it hangs up, or is silent")],
+    [
+        (b"", "it hangs up"),
+        (b"SSH-2.0-x\r\n", "what answers there is no etcd"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", "what answers there is no etcd"),
+    ],
 )
 async def test_what_is_no_etcd_is_said_to_be(answer: bytes, words: str) -> None:
     async def hold(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -230,3 +323,4 @@ def test_a_skew_is_known_to_the_second() -> None:
     assert _skew_s(date, at_s - 99.5) == 100
     assert _skew_s(None, at_s) is None
     assert _skew_s("yesterday", at_s) is None
+    assert _skew_s("Tue, 14 Nov 2023 22:13:20 -99999999999999999999", at_s) is None

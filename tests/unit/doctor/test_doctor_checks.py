@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,29 @@ def test_groups_can_be_chosen() -> None:
     assert [check.group for check in some] == ["host", "etcd"]
     with pytest.raises(ConfigError, match="no group 'etc'; the nearest is 'etcd'"):
         chosen(DoctorOptions(only=("etc",)))
+
+
+@pytest.mark.parametrize(
+    ("device", "only", "is_refused"),
+    [
+        ("cpu", ("neuron",), True),
+        ("cpu", ("neuron", "cuda"), True),
+        ("cuda", ("neuron",), True),
+        ("neuron", ("neuron",), False),
+        ("neuron", ("efa",), False),
+        ("cpu", ("neuron", "host"), False),
+        ("auto", ("neuron",), False),
+    ],
+)
+def test_a_device_may_leave_nothing_to_look_at(
+    device: Any, only: tuple[str, ...], is_refused: bool
+) -> None:
+    options = DoctorOptions(device=device, only=only)
+    if not is_refused:
+        assert chosen(options)
+        return
+    with pytest.raises(ConfigError, match=f"--device {device} leaves out all of --only neuron"):
+        chosen(options)
 
 
 def test_the_page_has_every_group_in_order() -> None:

@@ -113,7 +113,6 @@ def test_of_a_variable_only_numbers_and_known_words_are_told():
         "NEURON_RT_ROOT_COMM_ID": "head7.corp.example:62182",
         "NCCL_CONF": "u:/data/acme/x",
         "NEURON_RT_AUTH_TOKEN": "short",
-        "HOME": "/home/acme",
     }
     assert first_hour_report._environment(Machine(environment=environment)) == {
         "FI_PROVIDER": "efa",

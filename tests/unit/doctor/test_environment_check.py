@@ -25,6 +25,15 @@ def test_a_variable_that_ends_every_server_is_a_failure_with_its_reason(tmp_path
     assert well.facts["names"] == ["NEURON_DI_CUDART", "NEURON_DI_PORT"]
 
 
+def test_a_value_that_is_refused_is_not_told(tmp_path: Path) -> None:
+    environment = {"NEURON_DI_ETCD": "http://root:hunter2, not it@h:2379", "NEURON_DI_PORT": "x"}
+    etcd, port, *_ = check(make_machine(tmp_path, environment=environment), DoctorOptions())
+    assert "hunter2" not in f"{etcd}"
+    assert " it@h" not in f"{etcd}"
+    assert etcd.says.startswith("no server starts: NEURON_DI_ETCD must be ")
+    assert port.says.startswith("no server starts: NEURON_DI_PORT must be a whole number")
+
+
 @pytest.mark.parametrize(
     ("environment", "grade"),
     [

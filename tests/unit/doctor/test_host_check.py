@@ -1,15 +1,19 @@
 """What is said of hosts: their files make them."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from machine_kit import LIMITS, MEMINFO, STATUS, found, make_machine
 
 from neuron_di.doctor.control_group import core_quota, memory_limit
-from neuron_di.doctor.finding import Grade
+from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.host import check
 from neuron_di.doctor.limits import Limit, limit_of
 from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.options import DoctorOptions
+from neuron_di.doctor.runner import run_apart
 
 ADAPTER = {"/sys/class/infiniband/rdmap0s6/node_type": "4: <unknown>\n"}
 
@@ -63,6 +67,16 @@ def test_a_system_without_proc_is_none_of_ours(tmp_path: Path) -> None:
             },
             None,
         ),
+        (  # the same of version 1
+            {
+                "/proc/self/cgroup": "4:cpu,cpuacct:/system.slice/neuron.service\n0::/user\n",
+                "/sys/fs/cgroup/cpu/system.slice/neuron.service/cpu.cfs_quota_us": "250000",
+                "/sys/fs/cgroup/cpu/system.slice/neuron.service/cpu.cfs_period_us": "100000",
+                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            2.5,
+        ),
         ({"/sys/fs/cgroup/cpu.max": "nonsense"}, None),
         ({}, None),
     ],
@@ -99,12 +113,15 @@ def test_cores_that_may_not_be_used_are_told(tmp_path: Path) -> None:
         ("/sys/fs/cgroup/memory.max", "max", None),
         ("/sys/fs/cgroup/memory.max", "1073741824", 1 << 30),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "536870912", 1 << 29),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712", None),
+        ("/sys/fs/cgroup/memory/a.slice/memory.limit_in_bytes", "536870912", 1 << 29),
     ],
 )
 def test_a_limit_of_memory_of_either_version_is_read(
     tmp_path: Path, path: str, text: str, limit: int | None
 ) -> None:
-    assert memory_limit(make_machine(tmp_path, {path: text})) == limit
+    files = {"/proc/self/cgroup": "9:memory:/a.slice/b.service\n", path: text}
+    assert memory_limit(make_machine(tmp_path, files)) == limit
 
 
 def test_memory_that_does_not_suffice_is_a_trouble(tmp_path: Path) -> None:
@@ -169,3 +186,24 @@ def test_folders_of_the_environment_are_looked_at(tmp_path: Path) -> None:
     assert "TMPDIR" in findings["host.disk.temporary"].mend
     assert findings["host.disk.cache"].grade is Grade.OK
     assert findings["host.disk.cache"].facts["num_bytes"]
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "HOME"])
+def test_a_folder_that_this_user_may_not_write_in_is_a_trouble(
+    tmp_path: Path, variable: str
+) -> None:
+    machine = make_machine(tmp_path, {"/kept/.keep": ""}, environment={variable: "/kept"})
+    for folder in (tmp_path, *tmp_path.parents):
+        if not folder.stat().st_mode & 0o001:
+            os.chmod(folder, folder.stat().st_mode | 0o011)  # another user looks at it
+    (tmp_path / "kept").chmod(0o555)
+
+    def as_a_user() -> Iterator[Finding]:
+        if os.geteuid() == 0:
+            os.setuid(65_534)
+        return check(machine, DoctorOptions())
+
+    findings = {each.check: each for each in run_apart(as_a_user, name="host", timeout_s=60)}
+    name = "host.disk.temporary" if variable == "TMPDIR" else "host.disk.cache"
+    assert findings[name].grade is Grade.WARNING
+    assert findings[name].says.startswith("this user may not write in the folder for")

@@ -84,6 +84,61 @@ def test_a_server_of_ours_that_runs_already_is_a_note(tmp_path: Path, taken: int
     assert finding.says.endswith("is taken by a neuron-di that runs here already, pid 4711")
 
 
+@pytest.mark.parametrize(
+    ("words", "is_ours"),
+    [
+        (("python3.11", "-O", "-X", "dev", "-m", "neuron_di", "worker"), True),
+        (("/venv/bin/python", "-m", "neuron_di.doctor.nrt_pair"), True),
+        (("/usr/bin/neuron-di", "serve"), True),
+        (("python", "/tmp/x/neuron-di/jupyter.py"), False),
+        (("python", "-m", "http.server", "neuron_di"), False),
+        (("python", "-c", "neuron-di"), False),
+        (("vim", "neuron-di"), False),
+    ],
+)
+def test_a_process_is_ours_by_what_it_runs(
+    tmp_path: Path, words: tuple[str, ...], is_ours: bool
+) -> None:
+    listener = listener_on(make_machine(tmp_path, holder(tmp_path, 8000, 5, *words)), 8000)
+    assert listener is not None
+    assert listener.is_ours == is_ours
+
+
+def test_a_server_of_another_user_may_have_it(tmp_path: Path, taken: int) -> None:
+    files = holder(tmp_path, taken, 4711, "/venv/bin/neuron-di", "serve")
+    (tmp_path / "proc/4711/fd/7").unlink()
+    files["/proc/4711/status"] = "Name:\tpython\nUid:\t1000\t1000\t1000\t1000\n"
+    (finding,) = run(make_machine(tmp_path, files), port=taken)
+    assert finding.grade is Grade.WARNING
+    assert finding.says.endswith("who runs a neuron-di too, pid 4711")
+    files["/proc/4711/status"] = "Name:\tpython\nUid:\t0\t0\t0\t0\n"
+    (finding,) = run(make_machine(tmp_path, files), port=taken)
+    assert finding.grade is Grade.FAILED
+
+
+def test_a_connection_may_have_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
+        client.connect(server.getsockname())
+        (finding,) = run(Machine(), port=client.getsockname()[1])[:1]
+    assert finding.grade is Grade.FAILED
+    assert finding.says.endswith("is in use by a connection, and nobody listens there")
+
+
+def test_two_purposes_cannot_have_one_port() -> None:
+    port, other = free_ports(2)
+    transfer = TransferOptions(transfer_port=port, nrt_control_port=other)
+    findings = run(Machine(), port=port, signal_port=other, kv_transfer=transfer)
+    says = [each.says for each in findings if each.check == "ports.distinct"]
+    assert [words.partition(" are")[0] for words in says] == [
+        "--port and --transfer-port",
+        "--signal-port and --nrt-control-port",
+    ]
+    apart = TransferOptions(transfer_port=port, transfer_host="127.0.0.2")
+    assert "ports.distinct" not in {
+        each.check for each in run(Machine(), port=port, kv_transfer=apart)
+    }
+
+
 def test_a_process_out_of_sight_is_said_to_be(tmp_path: Path, taken: int) -> None:
     (finding,) = run(make_machine(tmp_path), port=taken)
     assert finding.says.endswith("is taken by a process of another user")
@@ -125,7 +180,11 @@ def test_a_port_that_an_outgoing_connection_may_take_is_told(tmp_path: Path) -> 
     files: dict[str, str | None] = {f"{path}_port_range": f"{port - 5}\t{port + 5}\n"}
     *_, note = run(make_machine(tmp_path / "a", files), port=port)
     assert (note.check, note.grade) == ("ports.outgoing", Grade.NOTE)
-    assert f"net.ipv4.ip_local_reserved_ports={port};" in note.mend
+    assert f"net.ipv4.ip_local_reserved_ports={port} | sudo tee" in note.mend
+    files[f"{path}_reserved_ports"] = "80,90-99\n"
+    *_, note = run(make_machine(tmp_path / "c", files), port=port)
+    assert f"net.ipv4.ip_local_reserved_ports=80,90-99,{port} | sudo tee" in note.mend
+    assert "/etc/sysctl.d/" in note.mend
     files[f"{path}_reserved_ports"] = f"80,{port - 1}-{port + 1}\n"
     findings = run(make_machine(tmp_path / "b", files), port=port)
     assert [each.check for each in findings] == ["ports.listen"]
