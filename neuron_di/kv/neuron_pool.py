@@ -119,7 +119,7 @@ class NeuronPool(KvPool):
         if len(block_ids) != self.layout.num_blocks_for(num_tokens):
             raise LocalProtocolError(f"{len(block_ids)} blocks for {num_tokens} tokens")
         found: list[int] = []
-        for place, (block_id, num_used) in enumerate(self._used(block_ids, num_tokens)):
+        for place, (block_id, num_used) in enumerate(self.used(block_ids, num_tokens)):
             # A request that was cancelled may still be digested when another has its block.
             with self._copying(block_id):
                 if self.is_on_device(block_id):
@@ -136,7 +136,7 @@ class NeuronPool(KvPool):
                 self._num_in_mirror.pop(block_id, None)
 
     def end_fill(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
-        for block_id, num_used in self._used(block_ids, num_tokens):
+        for block_id, num_used in self.used(block_ids, num_tokens):
             if not self.is_on_device(block_id):
                 self.to_device(block_id, num_used)
 
@@ -169,11 +169,15 @@ class NeuronPool(KvPool):
         """Why the device cannot be used any more."""
         return self._lost
 
-    def _used(self, block_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[BlockId, int]]:
-        """Each block, and how many of a request's tokens it holds."""
+    def used(
+        self, block_ids: Sequence[int], num_tokens: int | None
+    ) -> Iterator[tuple[BlockId, int]]:
+        """Each block, and how many of its tokens are a request's. None: they are full."""
         size = self.layout.block_size
-        for place, block_id in enumerate(block_ids):
-            yield BlockId(int(block_id)), min(size, num_tokens - place * size)
+        left = len(block_ids) * size if num_tokens is None else num_tokens
+        for block_id in block_ids:
+            yield BlockId(int(block_id)), min(size, left)
+            left -= size
 
     def _copying(self, block_id: BlockId) -> threading.Lock:
         """Held while a block of the mirror, or its slot, is copied or digested: one at a time."""

@@ -33,9 +33,9 @@ from neuron_di.transfer.nixl_tensors import (
     own_memory,
     peer_geometry,
     peer_memory,
-    refusal,
 )
 from neuron_di.transfer.nrt_plan import DevicePlan
+from neuron_di.transfer.run_bounds import slot_refusal
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import MemoryKind, NixlNeuronRegion, Region
@@ -152,7 +152,7 @@ class NixlNeuronEngine:
         reader = self._readers.get(peer)
         if reader is None:
             return TransferToken.over(PeerGone("no connection to the prefill worker's device"))
-        error = refusal(receive, self._pool, reader.num_blocks)
+        error = slot_refusal(receive, self._pool, reader.num_blocks)
         if error is not None:
             return TransferToken.over(error)
         token = TransferToken()
@@ -170,12 +170,9 @@ class NixlNeuronEngine:
 
         The generations were read, over the link, before the token was done.
         """
-        size, num_tokens = self._pool.layout.block_size, receive.num_tokens
-        left = len(receive.block_ids) * size if num_tokens is None else num_tokens
         try:
-            for block_id in receive.block_ids:
-                self._pool.fill_replicas(BlockId(int(block_id)), min(size, left))
-                left -= size
+            for block_id, num_tokens in self._pool.used(receive.block_ids, receive.num_tokens):
+                self._pool.fill_replicas(block_id, num_tokens)
         except NeuronDiError as error:
             return error
         return None

@@ -13,16 +13,12 @@ from numpy.typing import NDArray
 
 from neuron_di.errors import (
     ConfigError,
-    LocalProtocolError,
-    NeuronDiError,
     RemoteProtocolError,
 )
-from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvPool, NeuronPool, head_bytes, ids_below
+from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvPool, NeuronPool, head_bytes
 from neuron_di.kv.runs import Ints
 from neuron_di.transfer.nixl_agent import Rows, rows_of
 from neuron_di.transfer.nrt_plan import device_geometry, region_of
-from neuron_di.transfer.run_bounds import block_indices
-from neuron_di.transfer.transfer_engine import Receive
 from neuron_di.wire import DeviceFields, MemoryKind, NixlNeuronRegion
 from neuron_di_bindings.nrt import NrtError, NrtMisuse, NrtUnsupported
 
@@ -123,22 +119,6 @@ def fields_of(pool: NeuronPool) -> dict[str, Any]:
 def peer_geometry(region: DeviceFields, layout: KvLayout) -> KvGeometry:
     """The part of a peer's slots that requests use. RemoteProtocolError where it cannot be."""
     return device_geometry(region, layout)
-
-
-def refusal(receive: Receive, pool: NeuronPool, peer_blocks: int) -> NeuronDiError | None:
-    """Why this receive must not start; None: it may. It goes by blocks, not by runs."""
-    source, ids = receive.source, receive.block_ids
-    if receive.memory != pool.memory():
-        return RemoteProtocolError("a transfer into other memory than the device's slots")
-    if not len(source.block_ids) == len(source.generations) == len(ids):
-        return RemoteProtocolError("the lists of a transfer's blocks do not fit each other")
-    if not len(ids):
-        return RemoteProtocolError("a transfer of nothing")
-    if block_indices(source, peer_blocks) is None:
-        return RemoteProtocolError("the prefill worker named a block outside of its pool")
-    if ids_below(ids, pool.num_blocks) is None:
-        return LocalProtocolError("a transfer into what is no block of the pool")
-    return None
 
 
 def _devices(geometry: KvGeometry, lncs: Sequence[int]) -> NDArray[np.int64]:

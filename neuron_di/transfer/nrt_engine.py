@@ -14,7 +14,7 @@ Next: neuron_di/transfer/nrt_frames.py, neuron_di/transfer/nrt_links.py
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from neuron_di.errors import (
     PeerRefused,
     RemoteProtocolError,
 )
-from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvPool, Memory, ids_below
+from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvPool, Memory
 from neuron_di.obs import get_logger
 from neuron_di.transfer.nrt_connections import PROBE_BYTES, Connections
 from neuron_di.transfer.nrt_cores import neuron_pool, open_driver
@@ -37,7 +37,7 @@ from neuron_di.transfer.nrt_plan import DevicePlan, Moves, device_geometry, regi
 from neuron_di.transfer.nrt_poster import Poster
 from neuron_di.transfer.nrt_receiver import NrtReceiver
 from neuron_di.transfer.nrt_sender import NrtSender
-from neuron_di.transfer.run_bounds import block_indices
+from neuron_di.transfer.run_bounds import slot_refusal
 from neuron_di.transfer.tcp_proof import pair_secret
 from neuron_di.transfer.tcp_tls import open_tls
 from neuron_di.transfer.token_thread import TokenThread
@@ -193,7 +193,7 @@ class NrtEngine:
         connected = self._connected.get(peer)
         if connected is None:
             return TransferToken.over(PeerGone("no connection to the prefill worker's device"))
-        refusal = self._refusal(receive, connected.num_blocks)
+        refusal = slot_refusal(receive, self._pool, connected.num_blocks)
         if refusal is not None:
             return TransferToken.over(refusal)
         token, source_ids = TransferToken(), receive.source.block_ids
@@ -223,7 +223,7 @@ class NrtEngine:
         The prefill worker keeps a send's blocks until all of it is sent.
         """
         try:
-            for block_id, num_tokens in self._used(receive.block_ids, receive.num_tokens):
+            for block_id, num_tokens in self._pool.used(receive.block_ids, receive.num_tokens):
                 self._pool.fill_replicas(block_id, num_tokens)
         except NeuronDiError as error:
             return error
@@ -274,27 +274,12 @@ class NrtEngine:
             raise PeerRefused("its slots are of another length, or its model's KV another")
         return device_geometry(region, layout)
 
-    def _refusal(self, receive: Receive, peer_blocks: int) -> NeuronDiError | None:
-        """Why this receive must not start; None: it may. It goes by blocks, not by runs."""
-        source, ids = receive.source, receive.block_ids
-        if receive.memory != self._pool.memory():
-            return RemoteProtocolError("a transfer into other memory than the device's slots")
-        if not len(source.block_ids) == len(source.generations) == len(ids):
-            return RemoteProtocolError("the lists of a transfer's blocks do not fit each other")
-        if not len(ids):
-            return RemoteProtocolError("a transfer of nothing")
-        if block_indices(source, peer_blocks) is None:
-            return RemoteProtocolError("the prefill worker named a block outside of its pool")
-        if ids_below(ids, self._pool.num_blocks) is None:
-            return LocalProtocolError("a transfer into what is no block of the pool")
-        return None
-
     def _moves_out(self, plan: DevicePlan, send: Send) -> Moves:
         """What is sent. On the poster's thread; the slots have the KV when it returns."""
         if not len(send.exchange):
             raise RemoteProtocolError("the decode worker named no slots to send to")
         moves = plan.moves(send.block_ids, send.exchange, send.num_tokens)
-        for block_id, num_tokens in self._used(send.block_ids, send.num_tokens):
+        for block_id, num_tokens in self._pool.used(send.block_ids, send.num_tokens):
             if not self._pool.is_on_device(block_id):  # it came by way of the host
                 self._pool.to_device(block_id, num_tokens)
         return moves
@@ -302,16 +287,6 @@ class NrtEngine:
     def _mark(self, receive: Receive) -> None:
         for block_id in receive.block_ids:
             self._pool.mark_on_device(BlockId(int(block_id)))
-
-    def _used(
-        self, block_ids: Sequence[int], num_tokens: int | None
-    ) -> Iterator[tuple[BlockId, int]]:
-        """Each block, and how many of its tokens are the request's."""
-        size = self._pool.layout.block_size
-        left = len(block_ids) * size if num_tokens is None else num_tokens
-        for block_id in block_ids:
-            yield BlockId(int(block_id)), min(size, left)
-            left -= size
 
     def _call(
         self,

@@ -10,8 +10,8 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_di.errors import NeuronDiError, RemoteProtocolError
-from neuron_di.kv import Memory, Runs, ids_below
+from neuron_di.errors import LocalProtocolError, NeuronDiError, RemoteProtocolError
+from neuron_di.kv import KvPool, Memory, Runs, ids_below
 from neuron_di.kv.runs import Ints
 from neuron_di.transfer.transfer_engine import BlockSource, Receive
 from neuron_di_bindings.block_runs import are_sound
@@ -102,3 +102,19 @@ def _overlaps(offsets: Ints, lengths: Ints) -> bool:
     is_even = lengths.min() == lengths.max()
     ends = starts + lengths[0] if is_even else np.sort(ends)
     return bool((starts[1:] < ends[:-1]).any())
+
+
+def slot_refusal(receive: Receive, pool: KvPool, peer_blocks: int) -> NeuronDiError | None:
+    """Why a receive into a device's slots must not start; None: it may. It goes by blocks."""
+    source, ids = receive.source, receive.block_ids
+    if receive.memory != pool.memory():
+        return RemoteProtocolError("a transfer into other memory than the device's slots")
+    if not len(source.block_ids) == len(source.generations) == len(ids):
+        return RemoteProtocolError("the lists of a transfer's blocks do not fit each other")
+    if not len(ids):
+        return RemoteProtocolError("a transfer of nothing")
+    if block_indices(source, peer_blocks) is None:
+        return RemoteProtocolError("the prefill worker named a block outside of its pool")
+    if ids_below(ids, pool.num_blocks) is None:
+        return LocalProtocolError("a transfer into what is no block of the pool")
+    return None
