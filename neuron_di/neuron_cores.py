@@ -159,12 +159,17 @@ def bootstrap_locks_of_others(folder: Path | None = None) -> list[str]:
     """
     folders = {LOCK_FOLDER, Path(tempfile.gettempdir())} if folder is None else {folder}
     found = []
-    for place, name in itertools.product(sorted(folders), _LOCK_NAMES):
-        for path in sorted(place.glob(name)):
-            with suppress(OSError):  # it is gone by now
-                if path.stat().st_uid != os.getuid() or not os.access(path, os.R_OK | os.W_OK):
-                    found.append(str(path))
+    for path in bootstrap_locks(*folders):
+        with suppress(OSError):  # it is gone by now
+            if path.stat().st_uid != os.getuid() or not os.access(path, os.R_OK | os.W_OK):
+                found.append(str(path))
     return found
+
+
+def bootstrap_locks(*folders: Path) -> list[Path]:
+    """All lock files of the rendezvous in these folders, whoever holds them, if anybody."""
+    places = itertools.product(sorted(set(folders)), _LOCK_NAMES)
+    return [path for folder, name in places for path in sorted(folder.glob(name))]
 
 
 def as_text(cores: range | tuple[int, ...]) -> str:

@@ -1,6 +1,8 @@
 """`neuron-di doctor`: what it does with its flags."""
 
 import argparse
+import io
+import os
 import signal
 import sys
 import threading
@@ -24,8 +26,24 @@ def run(flags: argparse.Namespace) -> int:
 
     SystemExit on SIGTERM and SIGHUP, with what a shell makes of that signal.
     """
+    _open_streams()
     with _signals_raise():
         return _run(flags)
+
+
+def _open_streams() -> None:
+    """A stream that was closed swallows all, and its number is no check's; one that lacks a
+    character of ours writes another."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _run(flags: argparse.Namespace) -> int:

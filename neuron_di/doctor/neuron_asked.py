@@ -5,12 +5,14 @@ taken from it, and one that is free may be wanted by a server any moment: each a
 Who has a core, the runtime tells nobody; it is tried.
 """
 
+import fcntl
 import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from neuron_di.clock import Deadline
 from neuron_di.doctor.machine import Machine
@@ -18,7 +20,7 @@ from neuron_di.doctor.neuron_instances import INSTANCES
 from neuron_di.doctor.options import DoctorOptions
 from neuron_di.doctor.pci import instance_type, neuron_devices
 from neuron_di.doctor.steps import Facts, Steps
-from neuron_di.neuron_cores import allowed_cores, worker_environment
+from neuron_di.neuron_cores import allowed_cores, bootstrap_locks, worker_environment
 from neuron_di_bindings.nrt import PATH_VARIABLE, PORT_VARIABLE, NrtStatus
 
 LIBRARY_TIMEOUT_S = 20.0
@@ -95,12 +97,30 @@ def ask(
     environ = dict(machine.environment if environment is None else environment) | chosen
     tied = (sys.executable, "-c", _TIED, str(os.getpid()))
     command = (*tied, f"neuron_di.doctor.{module}", *words)
-    ran = replace(machine, environment=environ).run(*command, timeout_s=timeout_s)
+    with _no_lock_stays(machine):
+        ran = replace(machine, environment=environ).run(*command, timeout_s=timeout_s)
     assert ran is not None, "this interpreter is there"
     steps = Steps()
     other = [line for line in ran.stdout.splitlines() if steps.hear(line) is None]
     last = _last_line(ran.stderr) or _last_line("\n".join(other))
     return Asked(steps, last, ran.returncode, ran.has_timed_out, ran.stderr)
+
+
+@contextmanager
+def _no_lock_stays(machine: Machine) -> Iterator[None]:
+    """The rendezvous of older runtimes leaves a lock file that only its maker may take: one that
+    was made meanwhile goes, unless somebody holds it. Otherwise root's doctor would keep servers
+    of other users from sending and receiving."""
+    tmp = Path(machine.root, "tmp")
+    folders = (tmp, Path(machine.environment.get("TMPDIR") or tmp))
+    before = set(bootstrap_locks(*folders))
+    try:
+        yield
+    finally:
+        for path in set(bootstrap_locks(*folders)) - before:
+            with suppress(OSError), path.open("rb+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def core_environment(

@@ -131,8 +131,15 @@ def _devices(machine: Machine, options: DoctorOptions, row: Instance | None) -> 
 
 def _no_devices(machine: Machine, options: DoctorOptions) -> Finding:
     """Nothing on the bus and in /dev, and yet somebody says that there must be some."""
-    total = ask_library(machine, options).steps.of("total").get("num_cores", 0)
-    if total:
+    asked = ask_library(machine, options)
+    if (failed := asked.failure("total")) is not None:
+        return Finding(
+            check="neuron.devices",
+            grade=Grade.SKIPPED,
+            says=f"the PCI bus has none, and the runtime cannot be asked: {failed}",
+            facts={"num_on_bus": 0, "num_files": 0},
+        )
+    if total := asked.steps.of("total").get("num_cores", 0):
         return Finding(
             check="neuron.devices",
             grade=Grade.NOTE,

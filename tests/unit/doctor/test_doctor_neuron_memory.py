@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from neuron_machines import by_name, instance, laptop, machine, options, simulated
+from nrt_sim.build import library_path
 
 from neuron_di.doctor import neuron_asked, neuron_memory
 from neuron_di.doctor.finding import Grade
@@ -211,3 +212,23 @@ def test_a_core_that_is_not_given_back_in_order(root, environment, fault):
 
 def test_a_laptop_is_asked_nothing(tmp_path):
     assert findings(laptop(tmp_path), {"PATH": os.environ["PATH"]}) == {}
+
+
+def test_no_bootstrap_lock_of_an_older_runtime_stays(root, tmp_path):
+    folder = tmp_path / "sim" / "127.0.0.1" / "tmp"
+    folder.mkdir(parents=True)
+    older = simulated(tmp_path / "sim", NEURON_DI_LIBNRT=str(library_path(2)), TMPDIR=str(folder))
+    found = findings(root, older)
+    assert found["neuron.send_receive"].grade is Grade.OK
+    assert list(folder.iterdir()) == []
+
+
+def test_a_bootstrap_lock_that_was_there_stays(root, tmp_path):
+    folder = tmp_path / "sim" / "127.0.0.1" / "tmp"
+    folder.mkdir(parents=True)
+    lock = folder / "nrt_kv_store_server.lock"
+    lock.touch(0o600)
+    findings(
+        root, simulated(tmp_path / "sim", NEURON_DI_LIBNRT=str(library_path(2)), TMPDIR=str(folder))
+    )
+    assert lock.exists()
