@@ -15,7 +15,7 @@ from neuron_di.serve import Fleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-CHUNKS_BEFORE = 60  # of all choices together, when the worker is killed
+CHUNKS_BEFORE = 2  # of each choice, when the worker is killed: soon, as it does not wait for us
 BODY: dict[str, Any] = {
     "prompt": "def main(",
     "n": 3,
@@ -34,7 +34,6 @@ async def stream(fleet: Fleet, kill: bool) -> tuple[dict[int, list[Any]], list[A
     """(text, logprobs) of every chunk by choice, and the members that tell of a continuation."""
     said: dict[int, list[Any]] = defaultdict(list)
     continued = []
-    num_chunks = 0
     async with (
         session_of_many() as session,
         session.post(
@@ -50,9 +49,9 @@ async def stream(fleet: Fleet, kill: bool) -> tuple[dict[int, list[Any]], list[A
             (choice,) = chunk["choices"]
             said[choice["index"]].append((choice["text"], choice["logprobs"]))
             continued.append(chunk.get("neuron_di"))
-            num_chunks += 1
-            if kill and num_chunks == CHUNKS_BEFORE:
+            if kill and min(len(said[index]) for index in range(BODY["n"])) == CHUNKS_BEFORE:
                 os.kill(fleet.pids()["decode-0"], signal.SIGKILL)
+                kill = False
     return said, [each for each in continued if each is not None]
 
 
