@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.errors import BackendLost
 from neuron_di.kv import KvLayout, KvPool
+from neuron_di.request import Request
 from neuron_di.types import BlockId, Incarnation
 
 if TYPE_CHECKING:
@@ -53,7 +54,18 @@ class Backend(Protocol):
     def decode(self, batch: DecodeBatch) -> "Tensor":
         """Feed each request's newest token, write its KV, and return logits [B, V], float32.
 
+        They may be on the device, and hold until the next step.
+
         A row depends on its own request only, not on who shares the batch.
+        """
+        ...
+
+    def draw(self, logits_BV: "Tensor", requests: Sequence[Request]) -> list[int | None]:
+        """The next token of each row, where the device that has the logits chooses it.
+
+        None where it does not: for rules, penalties or logprobs, for logits that are of no use, or
+        because it never does. Such a row is sampled on the host. What is chosen is what the host
+        would choose, up to the rounding of sums.
         """
         ...
 

@@ -190,6 +190,13 @@ class CpuBackend:
         )
         return logits_1V[0]
 
+    def draw(
+        self,
+        logits_BV: Tensor,  # noqa: ARG002 - they are on the host
+        requests: Sequence[Request],
+    ) -> list[int | None]:
+        return [None] * len(requests)
+
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Nothing to wait for: a step has made all its writes when it returns."""
 

@@ -108,6 +108,13 @@ class NeuronBackend:
         rows = {slot: row for row, slot in enumerate(slots)}
         return logits_BV[[rows[_slot_of(request)] for request in batch.requests]]
 
+    def draw(
+        self,
+        logits_BV: Tensor,  # noqa: ARG002 - they are on the host
+        requests: Sequence[Request],
+    ) -> list[int | None]:
+        return [None] * len(requests)
+
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Nothing to wait for: a call has made all its writes when its logits are here. Artifacts
         with async_mode, of which that is not true, are refused."""

@@ -209,6 +209,13 @@ class TensorParallelBackend:
             raise hooks.error
         return logits_V
 
+    def draw(
+        self,
+        logits_BV: Tensor,  # noqa: ARG002 - they are on the host
+        requests: Sequence[Request],
+    ) -> list[int | None]:
+        return [None] * len(requests)
+
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Nothing to wait for: a rank has written a layer's KV before its part of the sum."""
 

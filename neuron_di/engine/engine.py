@@ -231,9 +231,23 @@ class Engine:
         return self._backend.prefill(chunk, **hooks)
 
     def _postprocess(self, plan: StepPlan, logits_BV: "Tensor") -> None:
-        for row, request in enumerate(_requests_of(plan)):
+        requests = _requests_of(plan)
+        try:
+            drawn = self._backend.draw(logits_BV, requests)
+            rows_BV = logits_BV.cpu() if None in drawn else logits_BV
+        except BackendLost:
+            raise
+        except Exception as error:
+            for request in requests:
+                self._fail(request, error)
+            return
+        for row, request in enumerate(requests):
             try:
-                (token,) = sample(logits_BV[row : row + 1], (request,), self._eos_token_ids)
+                token_id = drawn[row]
+                if token_id is None:
+                    (token,) = sample(rows_BV[row : row + 1], (request,), self._eos_token_ids)
+                else:
+                    token = SampledToken(token_id)
                 self._append(request, token)
             except Exception as error:  # such as a row without usable logits
                 self._fail(request, error)

@@ -23,12 +23,9 @@ import torch
 
 from neuron_di.engine.logit_masks import biased, restricted
 from neuron_di.errors import LocalProtocolError
-from neuron_di.request import Request, Tokenizer, end_token_ids
-from neuron_di.request.sampling import LOGPROB_MIN
+from neuron_di.request import Request, Tokenizer, end_token_ids, uniform
+from neuron_di.request.sampling import LOGPROB_MIN, TEMPERATURE_MIN
 from neuron_di.wire import SamplingParams, TokenLogprob, TokenLogprobs
-
-# Below this a temperature counts as 0, as in vLLM: dividing by it would leave float32's range.
-TEMPERATURE_MIN = 1e-5
 
 _CDF_BLOCK = 1024
 
@@ -105,7 +102,7 @@ def _sample_row(raw_V: Floats, request: Request, eos_token_ids: tuple[int, ...])
     if params.temperature < TEMPERATURE_MIN:
         token_id = best
     else:
-        token_id = _draw(logits_V, best, params, _uniform(params.seed, index))
+        token_id = _draw(logits_V, best, params, uniform(params.seed, index))
     if params.logprobs is None:
         return SampledToken(token_id)
     return SampledToken(token_id, raw_logprobs(raw_V, token_id, params.logprobs))
@@ -147,7 +144,7 @@ def _penalised(logits_V: Floats, request: Request) -> Floats:
     return logits_V
 
 
-def _draw(logits_V: Floats, best: int, params: SamplingParams, uniform: float) -> int:
+def _draw(logits_V: Floats, best: int, params: SamplingParams, number: float) -> int:
     """One token from the distribution that temperature, top-k, min-p and top-p leave."""
     with np.errstate(over="ignore"):  # a model may mask with float32's lowest: -inf is right
         scaled_V = (logits_V - logits_V[best]) / np.float32(params.temperature)
@@ -161,7 +158,7 @@ def _draw(logits_V: Floats, best: int, params: SamplingParams, uniform: float) -
         kept = _nucleus(mass, params.top_p)
         ids = kept if ids is None else ids[kept]
         mass = mass[kept]
-    drawn = _invert_cdf(mass, uniform)
+    drawn = _invert_cdf(mass, number)
     return drawn if ids is None else int(ids[drawn])
 
 
@@ -196,12 +193,12 @@ def _nucleus(mass: Floats, top_p: float) -> npt.NDArray[np.intp]:
     return np.concatenate([above, equal[: num_kept - len(above)]])
 
 
-def _invert_cdf(mass: Floats, uniform: float) -> int:
-    """The index whose share of the mass holds `uniform` of [0, 1). Never one without mass."""
+def _invert_cdf(mass: Floats, number: float) -> int:
+    """The index whose share of the mass holds `number` of [0, 1). Never one without mass."""
     # Two levels, because adding up blocks is much faster than every partial sum.
     starts = np.arange(0, len(mass), _CDF_BLOCK)
     block_mass = np.add.reduceat(mass, starts, dtype=np.float64)
-    block, rest = _find_share(block_mass, uniform * float(block_mass.sum()))
+    block, rest = _find_share(block_mass, number * float(block_mass.sum()))
     start = block * _CDF_BLOCK
     within, _ = _find_share(mass[start : start + _CDF_BLOCK], rest)
     return start + within
@@ -214,12 +211,6 @@ def _find_share(mass: Floats, target: float) -> tuple[int, float]:
     last = np.searchsorted(cdf, cdf[-1])
     index = int(min(np.searchsorted(cdf, target, side="right"), last))
     return index, target - (float(cdf[index - 1]) if index else 0.0)
-
-
-def _uniform(seed: int, token_index: int) -> float:
-    """A number of [0, 1) that depends on (seed, token index): a counter-based generator."""
-    bits = np.random.Philox(key=seed % (1 << 64), counter=token_index).random_raw()
-    return float((int(bits) >> 11) * 2.0**-53)
 
 
 def raw_logprobs(raw_V: Floats, token_id: int, num_top: int) -> RawLogprobs:

@@ -15,6 +15,7 @@ from neuron_di.request.sampling import (
 from neuron_di.request.template_traits import TemplateTraits, is_in_reasoning, template_traits
 from neuron_di.request.token_rules import TokenRuleMaker, TokenRules, has_token_rules
 from neuron_di.request.tokenizer import Tokenizer
+from neuron_di.request.uniform import uniform
 
 __all__ = [
     "ChatExtras",
@@ -36,4 +37,5 @@ __all__ = [
     "is_in_reasoning",
     "resolve_max_tokens",
     "template_traits",
+    "uniform",
 ]

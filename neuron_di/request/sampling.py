@@ -21,6 +21,8 @@ ALLOWED_IDS_MAX = 1 << 20  # where the size of the vocabulary is not known
 BAD_WORDS_MAX = 128
 BAD_WORD_CHARS_MAX = 256
 GRAMMAR_CHARS_MAX = 64 << 10
+# Below this a temperature counts as 0, as in vLLM: dividing by it would leave float32's range.
+TEMPERATURE_MIN = 1e-5
 LOGPROB_MIN = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for a probability of 0
 REPETITION_PENALTY_MIN = 0.01  # smaller ones leave the range of float32
 

@@ -160,6 +160,13 @@ class FakeBackend:
             rows.append(self._logits(request, place + 1, DECODE_KERNEL))
         return torch.from_numpy(np.stack(rows))
 
+    def draw(
+        self,
+        logits_BV: Tensor,  # noqa: ARG002 - they are on the host
+        requests: Sequence[Request],
+    ) -> list[int | None]:
+        return [None] * len(requests)
+
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Every write has been made when a step returns."""
 

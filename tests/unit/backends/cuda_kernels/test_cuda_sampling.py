@@ -15,7 +15,8 @@ from neuron_di.backends.cuda_kernels import (
     choose_reference,
     draw_kernel,
 )
-from neuron_di.engine.sampler import _draw, _uniform
+from neuron_di.engine.sampler import _draw
+from neuron_di.request import uniform
 from neuron_di.wire import SamplingParams
 
 # On a GPU exp is another function than NumPy's: there a draw may be the next one over.
@@ -40,7 +41,7 @@ def rules_of(params, uniforms):
 
 def choose_rows(rows, params, uniforms=None):
     """What the device chooses, after the reference in torch has agreed."""
-    uniforms = uniforms or [_uniform(one.seed, 0) for one in params]
+    uniforms = uniforms or [uniform(one.seed, 0) for one in params]
     logits = torch.tensor(np.asarray(rows, np.float32), device=DEVICE)
     rules = rules_of(params, uniforms)
     tokens, is_usable = choose(logits, rules)
@@ -87,7 +88,7 @@ def test_tokens_are_those_of_the_engines_sampler(num_vocab):
     assert len({one.temperature > 0 for one in params}) == 2
     tokens = choose_rows(rows, params)
     for row, one, token in zip(rows, params, tokens, strict=True):
-        assert token in hosts_tokens(row, one, _uniform(one.seed, 0)), one
+        assert token in hosts_tokens(row, one, uniform(one.seed, 0)), one
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
