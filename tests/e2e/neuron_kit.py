@@ -3,22 +3,18 @@
 So far this has run on a simulator of libnrt only.
 """
 
-import asyncio
 import os
-import re
 import shutil
-import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from chaos.fault_proxy import free_ports
 from nrt_sim.build import library_path
-from openai_kit import DEADLINE_S, Client
-from process_kit import Ended, command, run, said, session_of_many
+from process_kit import Ended, run
+from serving_kit import Serving, serving
 
 TESTS = Path(__file__).parents[1]
 STAND_IN = TESTS / "neuron_stand_in"
@@ -50,33 +46,13 @@ class Host:
         common = ("serve", str(self.model), "--port=0", "--device=neuron", "--threads=1")
         return [*common, *self._shape(), *arguments]
 
-    @asynccontextmanager
-    async def serving(self, *arguments: str) -> AsyncIterator["Serving"]:
+    def serving(self, *arguments: str) -> AbstractAsyncContextManager[Serving]:
         """`neuron-di serve`, ready. At the end it is asked to stop, and does so in good order."""
         words = self.serve_arguments("--log-level=error", *arguments)
-        async with (
-            command(*words, environ=self.environ) as process,
-            session_of_many() as session,
-        ):
-            url = (await said(process, r"^serving \S+ at (http://\S+)/v1$"))[1]
-            pids = (await said(process, r"^  (proxy .*)$"))[1]
-            yield Serving(process, Client(session, url, self.model.name), _pids(pids))
-            process.send_signal(signal.SIGINT)
-            async with asyncio.timeout(DEADLINE_S):
-                await process.communicate()
-            assert process.returncode == 0
+        return serving(words, self.model.name, self.environ)
 
     def _shape(self) -> tuple[str, ...]:
         return (*SHAPE, f"--neuron-artifacts={self.artifacts}")
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """A running `neuron-di serve`: its process, a client, and the children it began with."""
-
-    process: Any
-    client: Client
-    pids: dict[str, int]
 
 
 @contextmanager
@@ -98,7 +74,3 @@ def simulated_host(model: Path, artifacts: Path) -> Iterator[Host]:
 
 def has_compiler() -> bool:
     return shutil.which("gcc") is not None or shutil.which("cc") is not None
-
-
-def _pids(line: str) -> dict[str, int]:
-    return {name: int(pid) for name, pid in re.findall(r"(\S+) \(pid (\d+)\)", line)}

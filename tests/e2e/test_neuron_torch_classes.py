@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from neuron_kit import Host, Serving, has_compiler, simulated_host
+from neuron_kit import Host, has_compiler, simulated_host
 from nrt_sim.check_trace import check_trace, problems
 from openai_kit import eventually, gather
 from process_kit import run, said
+from serving_kit import Serving
 
 from neuron_di.llm import LLM
 from neuron_di.wire import SamplingParams
