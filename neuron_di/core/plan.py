@@ -32,6 +32,11 @@ class PrefillChunk:
         return cls(request, start, min(start + tokens_max, border))
 
     @property
+    def requests(self) -> tuple[Request]:
+        """As a DecodeBatch has them."""
+        return (self.request,)
+
+    @property
     def is_replay(self) -> bool:
         return self.start >= self.request.num_prompt
 

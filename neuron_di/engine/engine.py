@@ -17,7 +17,6 @@ from neuron_di.clock import now_s
 from neuron_di.core import (
     BlockCount,
     CompletionToken,
-    DecodeBatch,
     DecodeScheduler,
     PrefillChunk,
     PrefillScheduler,
@@ -34,8 +33,9 @@ from neuron_di.engine.events import (
     Timing,
 )
 from neuron_di.engine.live import Live
+from neuron_di.engine.next_tokens import next_tokens
 from neuron_di.engine.prompt_scores import PromptScores
-from neuron_di.engine.sampler import SampledToken, describe_logprobs, sample
+from neuron_di.engine.sampler import SampledToken, describe_logprobs
 from neuron_di.errors import (
     BackendLost,
     ClientError,
@@ -216,7 +216,7 @@ class Engine:
         except BackendLost:
             raise  # no other step can succeed either
         except Exception as error:  # one bad step must not end the other requests
-            for request in _requests_of(plan):
+            for request in plan.requests:
                 self._fail(request, error)
             return None
         plan.mark_computed()
@@ -231,25 +231,13 @@ class Engine:
         return self._backend.prefill(chunk, **hooks)
 
     def _postprocess(self, plan: StepPlan, logits_BV: "Tensor") -> None:
-        requests = _requests_of(plan)
-        try:
-            drawn = self._backend.draw(logits_BV, requests)
-            rows_BV = logits_BV.cpu() if None in drawn else logits_BV
-        except BackendLost:
-            raise
-        except Exception as error:
-            for request in requests:
-                self._fail(request, error)
-            return
-        for row, request in enumerate(requests):
+        tokens = next_tokens(self._backend, logits_BV, plan.requests, self._eos_token_ids)
+        for request, token in zip(plan.requests, tokens, strict=True):
             try:
-                token_id = drawn[row]
-                if token_id is None:
-                    (token,) = sample(rows_BV[row : row + 1], (request,), self._eos_token_ids)
-                else:
-                    token = SampledToken(token_id)
+                if isinstance(token, Exception):
+                    raise token
                 self._append(request, token)
-            except Exception as error:  # such as a row without usable logits
+            except Exception as error:
                 self._fail(request, error)
             if isinstance(plan, PrefillChunk) and request.status is RequestStatus.RUNNING:
                 live = self._live[request.key]
@@ -408,7 +396,3 @@ class Engine:
                 message = self._inbox.get_nowait()
         except queue.Empty:
             pass
-
-
-def _requests_of(plan: StepPlan) -> tuple[Request, ...]:
-    return plan.requests if isinstance(plan, DecodeBatch) else (plan.request,)
