@@ -4,6 +4,7 @@ The grammar library's own messages quote the schema, which is a client's: only w
 Schema itself are taken from them.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -61,6 +62,8 @@ _ANNOTATIONS = frozenset(
      "examples", "title"}
 )  # fmt: skip
 _PLAIN_VALUES = frozenset({"const", "default", "enum", "examples"})  # which are no schemas
+# As JSON: what no short escape writes, and DEL. The library would leave it out of answers.
+_UNWRITABLE = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01]|7f)")
 _OTHER = "it is not well-formed, or too complex"
 
 
@@ -92,6 +95,7 @@ def check_schema(schema: dict[str, Any], *, param: str) -> None:
             num_required = len(required) if isinstance(required, list) else 0
             if isinstance(least, int | float) and least > max(num_required, 1):
                 _refuse("`minProperties` is more than the number of its `required`", param)
+            _check_texts(part, param)
             num_expressions += sum(keyword in part for keyword in _EXPRESSIONS)
             by_pattern = part.get("patternProperties")
             if isinstance(by_pattern, dict):
@@ -109,6 +113,18 @@ def check_schema(schema: dict[str, Any], *, param: str) -> None:
         joint = ", joined by `allOf` or beside `$ref` or `anyOf`" if intersects else ""
         names = "`pattern`, `format` and `multipleOf`"
         _refuse(f"it has more than {expressions_max} {names}{joint}", param)
+
+
+def _check_texts(part: dict[str, Any], param: str) -> None:
+    texts = [part.get(keyword) for keyword in ("const", "enum", "pattern", "required")]
+    for keyword in ("properties", "patternProperties"):
+        texts += list(part[keyword]) if isinstance(part.get(keyword), dict) else []
+    try:
+        is_unwritable = _UNWRITABLE.search(json.dumps(texts))
+    except RecursionError:
+        _refuse("a value in it is nested too deeply", param)
+    if is_unwritable:
+        _refuse("a text in it holds a control character that answers cannot have", param)
 
 
 def _check_repeats(expressions: Iterable[Any], param: str) -> None:

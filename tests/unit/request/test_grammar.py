@@ -171,6 +171,12 @@ def test_what_was_compiled_long_ago_is_forgotten():
         ({"$ref": "https://secret/x"}, "another document"),
         ({"enum": []}, "nothing can satisfy"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "nothing can satisfy"),
+        ({"enum": ["secret", "0\x1f"]}, "control character"),
+        ({"anyOf": [{"const": {"a": ["\\\x00"]}}]}, "control character"),
+        ({"properties": {"secret\x01": {}}}, "control character"),
+        ({"patternProperties": {"secret\x01": {}}}, "control character"),
+        ({"type": "string", "pattern": "secret\x02"}, "control character"),
+        ({"const": "secret\x7f"}, "control character"),
         ({"$ref": "#"}, "nothing can satisfy"),
         ({"type": "secret"}, "`type`"),
         ({"pattern": 5}, "wrong type: pattern"),
@@ -186,6 +192,14 @@ def test_what_cannot_be_followed_is_refused_by_name(kit, schema, words):
         kit.schema(schema)
     assert caught.value.param == "response_format"
     assert "secret" not in str(caught.value)
+
+
+def test_texts_that_only_look_like_control_characters(kit):
+    """And those that have a short escape."""
+    for text in ("\\u0001", "\n\t\x80", "\\\n"):
+        state = kit.schema({"enum": [text]})
+        kit.write(state, json.dumps(text, ensure_ascii=False))
+        assert kit.allowed(state) == {EOS}
 
 
 def test_many_expressions_that_need_not_hold_together_are_fine(kit):
