@@ -182,10 +182,11 @@ def run_sanitized(script: str, folder: Path, api: int = 3) -> subprocess.Complet
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=250,
     )
 
 
+@pytest.mark.timeout(300)  # sanitized, on a machine that may be busy
 @pytest.mark.parametrize("api", [2, 3])
 def test_no_byte_is_touched_that_there_is_not(tmp_path, api):
     done = run_sanitized(SCENARIO, tmp_path, api)
@@ -233,7 +234,7 @@ def test_nothing_is_leaked_after_close(tmp_path):
     source.write_text(LEAKS)
     flags = ["-std=gnu11", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined"]
     paths = [f"-I{FOLDER}", str(source), str(library), f"-Wl,-rpath,{library.parent}"]
-    subprocess.run([compiler(), *flags, *paths, "-o", str(program)], check=True, timeout=100)
+    subprocess.run([compiler(), *flags, *paths, "-o", str(program)], check=True, timeout=250)
     environment = {
         **os.environ,
         "NRT_SIM_ROOT": str(tmp_path),
