@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -22,12 +23,14 @@ import aiohttp
 from neuron_di.child import Child, OnReport, Tell, end
 from neuron_di.clock import Deadline
 from neuron_di.config import (
+    CudaOptions,
     ProxyOptions,
     ServeOptions,
     WorkerOptions,
     child_environment,
     flags_of,
 )
+from neuron_di.cuda_devices import count_devices, share_devices
 from neuron_di.errors import NeuronDiError, PeerTimeout
 from neuron_di.kv import create_arena
 from neuron_di.neuron_cores import (
@@ -87,6 +90,7 @@ class Fleet:
         self._suffix = f"-{secrets.token_hex(3)}" if is_shared else ""
         self._arena_fd: int | None = None  # in which the workers' pools lie
         self._neuron_cores: dict[str, range] = {}  # by worker; empty on other devices
+        self._gpus: Mapping[str, int] = {}  # the same
         self._watches: list[asyncio.Task[str]] = []
         self.url = ""
         self.model_name = options.model_name or os.path.basename(os.path.normpath(options.model))
@@ -136,6 +140,8 @@ class Fleet:
     async def _start(self) -> None:
         if self._options.engine.device == "neuron":
             self._share_neuron_cores()
+        if self._options.engine.device == "cuda":
+            self._share_gpus()
         proxy = await self._proxy.start(Deadline.after(PROXY_START_TIMEOUT_S), self._on_report)
         self.url, self._registry = proxy.url, proxy.registry or None
         self._etcd = replace(self._options.etcd, etcd=proxy.etcd)
@@ -197,6 +203,24 @@ class Fleet:
         for name, cores in self._neuron_cores.items():
             _log.info("worker_cores", worker=name, cores=as_text(cores))
 
+    def _share_gpus(self) -> None:
+        """A GPU for each worker, prefill first, for as long as this fleet runs."""
+        wanted = self._options.engine.cuda.cuda_devices
+        self._gpus = share_devices(wanted, count_devices(), list(self._roles))
+        for name, gpu in self._gpus.items():
+            _log.info("worker_gpu", worker=name, gpu=gpu)
+
+    def _cuda_options(self, name: str) -> CudaOptions:
+        """Its GPU, and with how many workers it divides what is free there now. Those that are
+        ready have taken theirs."""
+        gpu = self._gpus[name]
+        starting = [each.name for each in self._workers if not each.is_ready]
+        return replace(
+            self._options.engine.cuda,
+            cuda_devices=(str(gpu),),
+            cuda_share=max(1, sum(self._gpus[each] == gpu for each in starting)),
+        )
+
     def _environment_of(self, name: str) -> dict[str, str]:
         environ, cores = child_environment(), self._neuron_cores.get(name)
         return environ if cores is None else worker_environment(environ, cores)
@@ -245,6 +269,8 @@ class Fleet:
         if engine.threads is None:
             engine = replace(engine, threads=threads)
         engine = replace(engine, tp=self._tps[name])
+        if name in self._gpus:
+            engine = replace(engine, cuda=self._cuda_options(name))
         first_core = sum(list(self._tps.values())[:index])
         worker = WorkerOptions(
             model=options.model,

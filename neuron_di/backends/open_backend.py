@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from neuron_di.backends.backend import Backend
+from neuron_di.backends.memory import MemoryPlan, available_memory_bytes, plan_memory
 from neuron_di.config import EngineOptions
 from neuron_di.errors import ConfigError
 from neuron_di.kv import KvLayout, KvPool
@@ -15,8 +16,13 @@ from neuron_di.types import Incarnation
 
 # Allocates a pool of this layout and size. ConfigError when the memory cannot be had.
 MakePool = Callable[[KvLayout, int, Incarnation], KvPool]
+_POOL_SHARE = 4  # the host has other uses for its memory
 # Device name -> module with an `open_backend(options)` and, but for the CPU's, a `plan_device`.
-_MODULES = {"cpu": "neuron_di.backends.cpu", "neuron": "neuron_di.backends.neuron"}
+_MODULES = {
+    "cpu": "neuron_di.backends.cpu",
+    "cuda": "neuron_di.backends.cuda",
+    "neuron": "neuron_di.backends.neuron",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,20 @@ class DevicePlan:
     # Where the device has room for so many requests, each one block long: then neither options nor
     # the role say how many blocks there are. None: they do.
     num_slots: int | None = None
+    # How many workers divide `free_bytes` when they start. None: the caller knows.
+    num_sharing: int | None = None
+
+    def free_bytes(self) -> int:
+        """Memory that weights, pool and workspace can have, for all who share it: the host's."""
+        return available_memory_bytes()
+
+    def pool_bytes(self, spec: ModelSpec, available_bytes: int) -> int:  # noqa: ARG002
+        """Of the memory available to this worker, what a pool takes that nobody gave a size."""
+        return available_bytes // _POOL_SHARE
+
+    def memory_plan(self, spec: ModelSpec, layout: KvLayout, num_blocks: int) -> MemoryPlan:
+        """What serving takes of that memory."""
+        return plan_memory(spec, layout, num_blocks=num_blocks, chunk_tokens=self.workspace_tokens)
 
 
 def plan_device(options: EngineOptions, spec: ModelSpec, folder: Path) -> DevicePlan:

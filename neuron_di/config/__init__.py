@@ -1,5 +1,6 @@
 """What a process is told at its start: typed options from flags, environment and a TOML file."""
 
+from neuron_di.config.cuda import CudaOptions
 from neuron_di.config.descriptor_limit import raise_descriptor_limit
 from neuron_di.config.doctor import DoctorOptions
 from neuron_di.config.environment import child_environment
@@ -26,6 +27,7 @@ from neuron_di.config.worker_addresses import WorkerAddressOptions
 __all__ = [
     "ByteSize",
     "CompileOptions",
+    "CudaOptions",
     "DoctorOptions",
     "EngineOptions",
     "EtcdOptions",

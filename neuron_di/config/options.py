@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from neuron_di.config.cuda import CudaOptions
 from neuron_di.config.doctor import DoctorOptions
 from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.front import FrontOptions
@@ -56,7 +57,7 @@ def _rank_count() -> Any:
 class EngineOptions:
     """How a worker computes."""
 
-    device: Literal["cpu", "neuron"] = option("what the model runs on", default="cpu")
+    device: Literal["cpu", "cuda", "neuron"] = option("what the model runs on", default="cpu")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _dtype()
     context_tokens: int | None = _context_tokens()
     block_size: int = option(
@@ -99,6 +100,7 @@ class EngineOptions:
         at_least=1,
         at_most=1024,
     )
+    cuda: CudaOptions = field(default_factory=CudaOptions)
     neuron: NeuronOptions = field(default_factory=NeuronOptions)
 
 

@@ -1,33 +1,35 @@
-"""A worker's KV pool in the memory of one NVIDIA GPU.
+"""A worker's KV pool in the memory of one NVIDIA GPU, and a mirror of it in the host's memory.
 
-    host segment     header and generations, as a KvPool's, without blocks: what peers compare
-    device memory    offset 0      mark: magic, incarnation, nonce
-                     4096          the blocks
+    device    the blocks (device_memory.py), which what computes reads and writes
+    mirror    an ordinary KvPool of the same layout; it has what is on its way, and no more
 
-Peers on the host open the device memory by a CUDA IPC handle. So it comes from plain cudaMalloc:
-an allocator's expandable segments have no such handles, and its blocks would share what else lies
-in them. For the same reason it is a multiple of 2 MiB, as CUDA asks of memory that is shared.
+Engines that move the host's bytes, resharding and landing work on the mirror, unchanged: `to_host`
+brings blocks there, `end_fill` takes what came there to the device, and gives the pages back.
+Digests of what is on the device pass through pinned memory and leave the mirror alone.
 
 So far this has run on a simulator of the CUDA runtime only; tests/device runs on a GPU.
+
+Next: neuron_di/kv/device_copies.py, neuron_di/kv/device_memory.py
 """
 
+import contextlib
 import ctypes
 import os
-import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from mmap import mmap
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from weakref import WeakValueDictionary
 
-import numpy as np
-
-from neuron_di.errors import ConfigError, LocalProtocolError
+from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, WorkerFailed
+from neuron_di.kv.device_copies import DeviceCopies
+from neuron_di.kv.device_memory import DeviceMemory
+from neuron_di.kv.digest import KvIdentity, digests_of
 from neuron_di.kv.layout import KvLayout
-from neuron_di.kv.pool import KvPool, head_bytes
+from neuron_di.kv.mirror_pages import drop_blocks
+from neuron_di.kv.pool import KvPool, head_bytes, segment_bytes
 from neuron_di.kv.runs import Memory
 from neuron_di.types import BlockId, Incarnation
-from neuron_di.wire import ShmRegion
 from neuron_di_bindings import shared_memory
 from neuron_di_bindings.cuda_runtime import (
     PATH_VARIABLE,
@@ -37,23 +39,11 @@ from neuron_di_bindings.cuda_runtime import (
     load_cuda,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-MARK_BYTES = 4096  # of device memory before block 0
-NONCE_BYTES = 32
-_SHARED_ALIGNMENT = 2 << 20
-_STAGING_BYTES = 8 << 20  # of pinned memory, for reading blocks on the host
-_MAGIC = b"NDIDEV01"
-_MARK = struct.Struct(f"<8s64s{NONCE_BYTES}s")
+# Errors of one call. After any other the device answers nothing else any more.
+_INVALID_VALUE, _NO_MEMORY = 1, 2
 
 # A handle cannot be opened in the process that made it: whoever asks for one of these has it.
 _pools_here: "WeakValueDictionary[bytes, DevicePool]" = WeakValueDictionary()
-
-
-def mark_of(incarnation: Incarnation, nonce: bytes) -> bytes:
-    """The first bytes of a pool's device memory."""
-    return _MARK.pack(_MAGIC, incarnation.encode(), nonce)
 
 
 def pool_here(memory_handle: bytes) -> "DevicePool | None":
@@ -73,12 +63,22 @@ def open_runtime(path: str | None = None) -> CudaRuntime:
 
 
 class DevicePool(KvPool):
-    """As KvPool, but `memory` and `base_address` are the device's: no processor reads there.
+    """As KvPool: `memory`, `view` and `tensor` are the mirror. A block is *on the device* when it
+    has the request's KV there; if not, the mirror has it, or nobody.
 
     Kernels and transfers meet by `record`: a transfer out of the pool or into it starts after what
     was launched before the last `record`. Who launches kernels that write blocks calls it before
     anybody is told that the blocks are there, and before a block's next owner is.
+
+    Without `not_shared` other processes can open the memory: by `memory_handle` and `event_handle`.
+    With `keeps_mirror`, to be set before the first request, a digest leaves what it digested in the
+    mirror, for peers that read there without asking.
+
+    Thread-safe, for different blocks at once. BackendLost where the device fails; then the pool is
+    lost. WorkerFailed where only a call failed.
     """
+
+    streams_layers = False  # its kernels are launched then, and nothing of it is in the mirror
 
     def __init__(
         self,
@@ -94,26 +94,31 @@ class DevicePool(KvPool):
         super().__init__(layout, num_blocks, incarnation, fd, view)
         self.runtime = runtime
         self.device = device
-        self.nonce = os.urandom(NONCE_BYTES)
+        self.keeps_mirror = False
         self._stream_of_kernels: int | None = None
-        self._lock = threading.Lock()  # one reader of blocks at a time
-        self._staging = 0
-        num_bytes = MARK_BYTES + num_blocks * layout.block_bytes
-        num_bytes = -(-num_bytes // _SHARED_ALIGNMENT) * _SHARED_ALIGNMENT
-        self._address = runtime.allocate(num_bytes)
+        self._lock = threading.Lock()
+        self._on_device: set[BlockId] = set()
+        self._in_mirror: set[BlockId] = set()  # may have pages there, though nobody needs them
+        self._lost: BackendLost | None = None
+        self._is_stuck = False
+        self._mirror = self.memory()  # close() forgets it, and some may still be copying
+        self._on_lost: Callable[[BackendLost], object] = lambda _: None
+        self._device_memory = DeviceMemory(
+            runtime, device, num_blocks * layout.block_bytes, incarnation
+        )
+        made = self._device_memory
+        self.nonce, self.not_shared = made.nonce, made.not_shared
+        self.memory_handle, self.event_handle = made.memory_handle, made.event_handle
+        self.kernels_done = made.kernels_done
         try:
-            self.memory_handle = runtime.memory_handle(self._address)
-            self.kernels_done = runtime.create_event(is_shared=True)
-            self.event_handle = runtime.event_handle(self.kernels_done)
-            self._stream = runtime.create_stream()
-            mark = np.frombuffer(mark_of(incarnation, self.nonce), np.uint8)
-            runtime.fill(self._address, 0, num_bytes, self._stream)
-            runtime.copy(self._address, mark.ctypes.data, len(mark), self._stream)
-            runtime.synchronize(self._stream)
+            self._copies = DeviceCopies(
+                runtime, device, layout, address=made.address, after=made.kernels_done
+            )
         except BaseException:
-            runtime.free(self._address)
+            made.free()
             raise
-        _pools_here[self.memory_handle] = self
+        if not self.not_shared:
+            _pools_here[self.memory_handle] = self
 
     @classmethod
     def create(
@@ -125,20 +130,19 @@ class DevicePool(KvPool):
         runtime: CudaRuntime | None = None,
         device: int = 0,
     ) -> Self:
-        """Allocate the whole pool, zeros. ConfigError when it cannot be had, or not be shared."""
+        """Allocate all of it on the device, zeros, and reserve the mirror, untouched. ConfigError
+        when it cannot be had."""
         runtime = open_runtime() if runtime is None else runtime
         try:
             num_devices = runtime.num_devices()
             if not 0 <= device < num_devices:
                 raise ConfigError(f"there is no CUDA device {device} among {num_devices}")
-            if not runtime.shares_events(device):
-                raise ConfigError(f"CUDA device {device} shares nothing between processes")
-            fd, view = shared_memory.create_segment("neuron-di-kv", head_bytes(num_blocks))
+            size_bytes = segment_bytes(layout, num_blocks)
+            fd, view = shared_memory.create_segment("neuron-di-kv", size_bytes, is_touched=False)
             try:
-                with runtime.on_device(device):
-                    return cls(
-                        layout, num_blocks, incarnation, fd, view, runtime=runtime, device=device
-                    )
+                return cls(
+                    layout, num_blocks, incarnation, fd, view, runtime=runtime, device=device
+                )
             except BaseException:
                 os.close(fd)
                 raise
@@ -157,59 +161,155 @@ class DevicePool(KvPool):
         if self._stream_of_kernels not in (None, stream):
             raise LocalProtocolError("the kernels of a KV pool are recorded on two streams")
         self._stream_of_kernels = stream
-        with self.runtime.on_device(self.device):
+        with self._errors(), self.runtime.on_device(self.device):
             self.runtime.record(self.kernels_done, stream)
 
-    def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
-        """The bytes of these blocks, one after the other, each valid until the next is asked for.
-
-        What is on the host is at most 8 MiB, or one block, of pinned memory. It costs a copy over
-        the bus (some 25 GB/s of PCIe 4) beside what is done with the bytes, so a digest of 1 GiB
-        takes well above 0.1 s: whether KV in GPU memory is verified is its backend's choice. Waits
-        for recorded kernels. CudaError where the device fails.
-        """
-        size = self.layout.block_bytes
-        if any(not 0 <= block_id < self.num_blocks for block_id in block_ids):
-            raise LocalProtocolError(f"a block outside of a pool of {self.num_blocks}")
-        num_staged = max(1, _STAGING_BYTES // size)
-        with self._lock:
-            assert self._view is not None, "the pool is closed"
-            runtime = self.runtime
-            if not self._staging:
-                with runtime.on_device(self.device):
-                    self._staging = runtime.allocate_pinned(num_staged * size)
-            whole = (ctypes.c_uint8 * (num_staged * size)).from_address(self._staging)
-            staged = memoryview(whole).cast("B")
-            for first in range(0, len(block_ids), num_staged):
-                part = block_ids[first : first + num_staged]
-                runtime.wait_in_stream(self._stream, self.kernels_done)
-                for place, block_id in enumerate(part):
-                    address = self.base_address + block_id * size
-                    runtime.copy(self._staging + place * size, address, size, self._stream)
-                runtime.synchronize(self._stream)
-                for place in range(len(part)):
-                    yield staged[place * size : (place + 1) * size]
-
-    def memory(self) -> Memory:
-        return Memory(self.base_address, self.num_blocks * self.layout.block_bytes)
+    def device_memory(self) -> Memory:
+        """All blocks on the device: block i as far from the first as in `memory`. No processor
+        reads there."""
+        return Memory(self.device_address, self.num_blocks * self.layout.block_bytes)
 
     @property
-    def base_address(self) -> int:
+    def device_address(self) -> int:
         """Address of block 0 on the device, as this process has it."""
-        return self._address + MARK_BYTES
+        return self._device_memory.address
 
-    def head_region(self) -> ShmRegion:
-        """How a process of this host reaches the header and the generations."""
-        return super().region()
+    def mark_on_device(self, block_ids: Iterable[BlockId]) -> None:
+        """They have the request's KV there: says whoever wrote it, or launched what writes it."""
+        block_ids = set(block_ids)
+        with self._lock:
+            self._on_device |= block_ids
+            stale = self._in_mirror & block_ids if self._in_mirror else None
+        if stale:
+            self._drop(stale)
 
-    def region(self) -> ShmRegion:
-        raise ConfigError("a KV pool in GPU memory is reached by --transfer cuda_ipc only")
+    def is_on_device(self, block_id: BlockId) -> bool:
+        """Whether the device has the KV of the block's request."""
+        return block_id in self._on_device
 
-    def tensor(self, rank: int = 0) -> "Tensor":  # noqa: ARG002
-        raise LocalProtocolError("a KV pool in GPU memory is no tensor of the host")
+    def to_host(self, block_ids: Sequence[BlockId], num_tokens: int | None = None) -> None:
+        """Bring the blocks that hold so many tokens into the mirror; None: all of these. What is
+        not on the device is there already.
 
-    def view(self, block_id: BlockId) -> memoryview:  # noqa: ARG002
-        raise LocalProtocolError("a KV pool in GPU memory is read by read_blocks")
+        Blocks. Who asked drops them (`drop_mirror`), or `retire` does.
+        """
+        if num_tokens is not None:
+            block_ids = block_ids[: self.layout.num_blocks_for(num_tokens)]
+        self._check_ids(block_ids)
+        with self.hold(), self._errors():
+            with self._lock:
+                found = [block_id for block_id in block_ids if block_id in self._on_device]
+                self._in_mirror.update(found)
+            size, address = self.layout.block_bytes, self._mirror.address
+            with contextlib.closing(self._copies.read(found)) as blocks:
+                for block_id, block in zip(found, blocks, strict=True):
+                    source = ctypes.addressof(ctypes.c_uint8.from_buffer(block))
+                    ctypes.memmove(address + block_id * size, source, size)
+
+    def bring(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
+        self.to_host(block_ids, num_tokens)
+
+    def drop_mirror(self, block_ids: Iterable[BlockId]) -> None:
+        """Nobody reads these blocks in the mirror any more: its pages go, where the KV is on the
+        device, or nobody's."""
+        with self._lock:
+            dropped = self._in_mirror.intersection(block_ids)
+        if dropped and not self.keeps_mirror:
+            self._drop(dropped)
+
+    def read_blocks(self, block_ids: Sequence[BlockId]) -> Generator[memoryview, None, None]:
+        """The bytes of these blocks on the device, each valid until the next is asked for.
+
+        It costs a copy over the bus (some 25 GB/s of PCIe 4) beside what is done with the bytes.
+        Waits for recorded kernels. Whoever does not read them all closes the iterator.
+        """
+        self._check_ids(block_ids)
+        with self.hold(), self._errors(), contextlib.closing(self._copies.read(block_ids)) as found:
+            yield from found
+
+    def digests(
+        self,
+        block_ids: Sequence[int],
+        identity: KvIdentity,
+        num_tokens: int,
+        *,
+        first_place: int = 0,
+    ) -> list[int]:
+        """As KvPool's, of what is on the device where a block is, else of what is in the mirror."""
+        ids = [BlockId(int(block_id)) for block_id in block_ids]
+        self._check_ids(ids)
+        on_device = frozenset(self._on_device.intersection(ids))
+        if self.keeps_mirror and on_device:
+            self.to_host(ids)
+            on_device = frozenset()
+        size, whole = self.layout.block_bytes, self._mirror
+        with (
+            self.hold(),
+            contextlib.closing(self.read_blocks([n for n in ids if n in on_device])) as found,
+        ):
+            mirror = (ctypes.c_uint8 * whole.num_bytes).from_address(whole.address)
+            view = memoryview(mirror).cast("B")
+            blocks = (
+                next(found) if n in on_device else view[n * size : (n + 1) * size] for n in ids
+            )
+            return digests_of(
+                blocks, len(ids), identity, self.layout, num_tokens, first_place=first_place
+            )
+
+    def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
+        with self._lock:  # what came late for a request that was cancelled may have marked them
+            self._on_device.difference_update(block_ids)
+            self._in_mirror.update(block_ids)
+
+    def end_fill(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
+        """Take to the device what is not there yet. Blocks until it is there."""
+        used = block_ids[: self.layout.num_blocks_for(num_tokens)]
+        self._check_ids(used)
+        with self.hold(), self._errors():
+            missing = [block_id for block_id in used if block_id not in self._on_device]
+            if missing:
+                self._copies.write(missing, self._mirror.address)
+        self.mark_on_device(block_ids)
+
+    def retire(self, block_ids: Sequence[BlockId]) -> bool:
+        with self._lock:
+            self._on_device.difference_update(block_ids)
+            stale = self._in_mirror.intersection(block_ids)
+        is_not_yet = super().retire(block_ids)  # before the bytes go: a reader sees why
+        self._drop(stale)
+        return is_not_yet
+
+    def watch_loss(self, on_lost: Callable[[BackendLost], object]) -> None:
+        """Call back, once and on any thread, should the device be lost; at once if it is.
+
+        Whoever asked last is called.
+        """
+        with self._lock:
+            self._on_lost = on_lost
+            lost = self._lost
+        if lost is not None:
+            on_lost(lost)
+
+    def lose(self, error: BackendLost) -> None:
+        """The device cannot be used any more: only a new process's can. The first reason counts."""
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = error
+            on_lost = self._on_lost
+        on_lost(error)
+
+    @property
+    def lost(self) -> BackendLost | None:
+        """Why the device cannot be used any more."""
+        return self._lost
+
+    def check_device(self, error: CudaError) -> None:
+        """After an error that may be a peer's alone: BackendLost where the device has failed."""
+        if self._lost is None and not self._copies.is_alive():
+            self.lose(BackendLost(f"the GPU failed: {error}"))
+        if self._lost is not None:
+            raise BackendLost(self._lost.message)
 
     def close(self) -> None:
         """Give the memory back. Safe to call twice.
@@ -217,16 +317,49 @@ class DevicePool(KvPool):
         After the workers that opened it were disconnected: what they read from freed memory is
         undefined. Every block shows as given up first, so that none of it counts.
         """
-        view, self._view = self._view, None
-        if view is None:
+        if self._view is None:
             return
-        self._generations += 1
-        self._generations = np.zeros(0, np.uint64)  # the old ones would keep the map
         _pools_here.pop(self.memory_handle, None)
-        os.close(self._fd)
-        with self._lock, self.runtime.on_device(self.device):
-            if self._staging:
-                self.runtime.free_pinned(self._staging)
-            self.runtime.destroy_stream(self._stream)
-            self.runtime.destroy_event(self.kernels_done)
-            self.runtime.free(self._address)
+        super().close()
+        if self._is_stuck:  # a copy may be on its way for ever: what it touches goes with us
+            return
+        for end in (self._copies.close, self._device_memory.free):
+            with contextlib.suppress(CudaError):  # the device has failed
+                end()
+
+    def _check_ids(self, block_ids: Sequence[BlockId]) -> None:
+        if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
+            raise LocalProtocolError(f"a block outside of a pool of {self.num_blocks}")
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """What CUDA says, as errors of ours."""
+        if self._lost is not None:
+            raise BackendLost(self._lost.message)
+        try:
+            yield
+        except CudaError as error:
+            if error.code in (_INVALID_VALUE, _NO_MEMORY):
+                raise WorkerFailed(f"KV could not be copied: {error}") from None
+            lost = BackendLost(f"the GPU failed: {error}")
+        except TimeoutError as error:
+            self._is_stuck = True
+            lost = BackendLost(f"the GPU failed: {error}")
+        else:
+            return
+        self.lose(lost)
+        raise lost
+
+    def _drop(self, block_ids: Collection[BlockId]) -> None:
+        """Give back the mirror's pages that hold nothing else than these blocks."""
+        if not block_ids:
+            return
+        with self._lock:
+            self._in_mirror.difference_update(block_ids)
+        if (view := self._view) is not None:
+            drop_blocks(
+                view,
+                block_ids,
+                data_offset=head_bytes(self.num_blocks),
+                block_bytes=self.layout.block_bytes,
+            )

@@ -7,7 +7,7 @@ block's place in its request, so that the right bytes of the wrong request do no
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -55,20 +55,34 @@ def block_digests(
     the same KV have equal digests. LocalProtocolError for a block outside of the memory, and for
     too many or too few blocks.
     """
-    block_bytes, block_size = layout.block_bytes, layout.block_size
+    block_bytes = layout.block_bytes
     num_blocks = memory.num_bytes // block_bytes
-    if len(block_ids) != layout.num_blocks_for(num_tokens):
-        raise LocalProtocolError(f"{len(block_ids)} blocks for {num_tokens} tokens")
     if len(block_ids) and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
         raise LocalProtocolError(f"a block outside of a memory of {num_blocks}")
-    seed = identity.seed()
     whole = memoryview((ctypes.c_uint8 * memory.num_bytes).from_address(memory.address)).cast("B")
+    blocks = (whole[n * block_bytes : (n + 1) * block_bytes] for n in block_ids)
+    return digests_of(blocks, len(block_ids), identity, layout, num_tokens, first_place=first_place)
+
+
+def digests_of(
+    blocks: Iterable[memoryview],
+    num_blocks: int,
+    identity: KvIdentity,
+    layout: KvLayout,
+    num_tokens: int,
+    *,
+    first_place: int = 0,
+) -> list[int]:
+    """The same, of `num_blocks` blocks' bytes wherever they are. Each is read before the next is
+    asked for."""
+    if num_blocks != layout.num_blocks_for(num_tokens):
+        raise LocalProtocolError(f"{num_blocks} blocks for {num_tokens} tokens")
+    seed, block_size = identity.seed(), layout.block_size
     digests = []
     # Blocks are many: what is the same for all of them is reckoned once.
     num_whole = num_tokens // block_size if layout.num_replicas == 1 else 0
-    for place, block_id in enumerate(block_ids):
-        start, block_seed = block_id * block_bytes, (seed + first_place + place) & _SEED_MASK
-        block = whole[start : start + block_bytes]
+    for place, block in enumerate(blocks):
+        block_seed = (seed + first_place + place) & _SEED_MASK
         if place < num_whole:
             digests.append(xxh3_64_intdigest(block, seed=block_seed))
         else:

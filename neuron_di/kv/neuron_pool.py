@@ -129,6 +129,11 @@ class NeuronPool(KvPool):
                 )
         return found
 
+    def bring(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
+        for block_id, num_used in self.used(block_ids, num_tokens):
+            if self.is_on_device(block_id):
+                self.to_host(block_id, num_used)
+
     def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
         with self._lock:  # what came late for a request that was cancelled may have marked them
             self._on_device.difference_update(block_ids)

@@ -64,6 +64,9 @@ def segment_bytes(layout: KvLayout, num_blocks: int) -> int:
 class KvPool:
     """The memory of all blocks of one worker. Which block is whose, `core.BlockPool` says."""
 
+    # Whether a layer's KV can be read in `memory` as soon as the backend says that it is computed.
+    streams_layers = True
+
     def __init__(
         self, layout: KvLayout, num_blocks: int, incarnation: Incarnation, fd: int, view: mmap
     ) -> None:
@@ -159,6 +162,10 @@ class KvPool:
         return block_digests(
             self.memory(), block_ids, identity, self.layout, num_tokens, first_place=first_place
         )
+
+    def bring(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
+        """Whoever reads these blocks in `memory` next finds their KV there, so many tokens. May
+        block. WorkerFailed where it cannot be done."""
 
     def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
         """A transfer into these blocks begins: what they hold now is nobody's."""

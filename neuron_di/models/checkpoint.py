@@ -114,15 +114,16 @@ def load_weights(
     dtype: str,
     on_progress: LoadProgress | None = None,
     shard: Shard | None = None,
+    device: torch.device | str = "cpu",
 ) -> ModelWeights:
-    """Read every tensor straight into its place, converted to `dtype`.
+    """Read every tensor straight into its place on the device, converted to `dtype`.
 
     With a shard, whose `spec` this is, only its part is read.
 
     Raises CheckpointError that names the file and the tensor when one is missing, has another
     shape than config.json implies, or when a file is damaged.
     """
-    weights = ModelWeights.allocate(spec, getattr(torch, dtype))
+    weights = ModelWeights.allocate(spec, getattr(torch, dtype), device)
     targets = dict(weights.stored_tensors(spec))
     bytes_total = sum(target.nbytes for target in targets.values())
     bytes_done = 0

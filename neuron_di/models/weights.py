@@ -41,11 +41,13 @@ class ModelWeights:
     lm_head: Tensor  # [num_vocab, hidden]
 
     @classmethod
-    def allocate(cls, spec: ModelSpec, dtype: torch.dtype) -> "ModelWeights":
+    def allocate(
+        cls, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> "ModelWeights":
         """Weights with arbitrary content, to be filled through `stored_tensors`."""
 
         def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=device)
 
         def layer() -> LayerWeights:
             has_norm, has_mlp_bias = spec.has_qk_norm, spec.has_mlp_bias

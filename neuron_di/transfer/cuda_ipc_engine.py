@@ -15,7 +15,8 @@ import threading
 
 from neuron_di.errors import ConfigError, KvChanged, NeuronDiError, PeerGone, PeerRefused
 from neuron_di.kv import KvLayout, KvPool, Memory
-from neuron_di.kv.device_pool import MARK_BYTES, DevicePool
+from neuron_di.kv.device_memory import MARK_BYTES
+from neuron_di.kv.device_pool import DevicePool
 from neuron_di.obs import get_logger
 from neuron_di.transfer.copy_thread import CopyThread
 from neuron_di.transfer.cuda_reader import CudaReader
@@ -34,8 +35,8 @@ TRANSFER_TIMEOUT_S = 30.0  # for a peer's kernels; copies have no limit, and wai
 class CudaIpcEngine:
     """Owns a reader per peer and what it pinned; borrows this worker's pool.
 
-    ConfigError where the pool is not in GPU memory. To be closed before the memory that was
-    registered, and before the pool.
+    ConfigError where the pool is not in GPU memory that others can open. To be closed before the
+    memory that was registered, and before the pool.
     """
 
     name = "cuda_ipc"
@@ -44,6 +45,8 @@ class CudaIpcEngine:
     def __init__(self, pool: KvPool, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
         if not isinstance(pool, DevicePool):
             raise ConfigError("--transfer cuda_ipc is for KV in the memory of an NVIDIA GPU")
+        if pool.not_shared:
+            raise ConfigError(f"--transfer cuda_ipc: {pool.not_shared}")
         self._pool = pool
         self._runtime = pool.runtime
         self._timeout_s = timeout_s
@@ -57,11 +60,11 @@ class CudaIpcEngine:
         self._region = CudaIpcRegion(
             memory_handle=pool.memory_handle,
             event_handle=pool.event_handle,
-            device_uuid=pool.runtime.device_uuid(pool.device),
+            device_uuid=_uuid_of(pool),
             host=this_machine(),
             offset=MARK_BYTES,
             num_bytes=pool.memory().num_bytes,
-            head=pool.head_region(),
+            head=pool.region(),
             nonce=pool.nonce,
         )
 
@@ -159,3 +162,10 @@ class CudaIpcEngine:
 
     def _end(self, reader: CudaReader) -> None:
         self._ending = [one for one in self._ending if one.is_alive()] + [reader.end()]
+
+
+def _uuid_of(pool: DevicePool) -> bytes:
+    try:
+        return pool.runtime.device_uuid(pool.device)
+    except CudaError as error:
+        raise ConfigError(f"--transfer cuda_ipc: {error}") from None

@@ -5,7 +5,8 @@ no other peer's transfers wait behind it. All CUDA calls are made on that thread
 opened for this peer is closed after the last copy out of it, and on the same device.
 
     gate      the stream waits for the kernels that were recorded at both ends
-    copies    only once the gate has opened, so that none is on its way when the wait is given up
+    copies    only once the gate has opened, so that none is on its way when the wait is given up;
+              of a pool's blocks to the device, where the receive names its mirror
     done      the thread sleeps until the device has made them
 
 So far this has run on a simulator of the CUDA runtime only; tests/device runs on a GPU.
@@ -19,15 +20,22 @@ from functools import partial
 import numpy as np
 
 from neuron_di.clock import Deadline
-from neuron_di.errors import NeuronDiError, PeerGone, PeerRefused, PeerTimeout, StaleIncarnation
-from neuron_di.kv import BlockIds, KvLayout, Memory, PeerPool, check_header, head_bytes
-from neuron_di.kv.device_pool import MARK_BYTES, DevicePool, mark_of, pool_here
+from neuron_di.errors import (
+    BackendLost,
+    NeuronDiError,
+    PeerGone,
+    PeerRefused,
+    PeerTimeout,
+    StaleIncarnation,
+)
+from neuron_di.kv import BlockIds, KvLayout, PeerPool
+from neuron_di.kv.device_memory import MARK_BYTES, mark_of
+from neuron_di.kv.device_pool import DevicePool, pool_here
 from neuron_di.transfer.copy_thread import CopyThread
 from neuron_di.transfer.domain import this_machine
 from neuron_di.transfer.transfer_engine import Receive, TransferToken
 from neuron_di.types import Incarnation
 from neuron_di.wire import CudaIpcRegion
-from neuron_di_bindings import shared_memory
 from neuron_di_bindings.cuda_runtime import CudaError
 
 # How long to wait before looking whether the gate has opened: twice as long each time.
@@ -128,7 +136,7 @@ class CudaReader:
             self._kernels_done = runtime.open_event(region.event_handle)
             self._ends.append(partial(runtime.destroy_event, self._kernels_done))
         else:
-            base, self._kernels_done = here.base_address - MARK_BYTES, here.kernels_done
+            base, self._kernels_done = here.device_address - MARK_BYTES, here.kernels_done
         start, num_bytes = runtime.extent(base)
         if region.offset + region.num_bytes > start + num_bytes - base:
             raise PeerRefused("the prefill worker's pool is smaller than it says")
@@ -147,17 +155,20 @@ class CudaReader:
     def _receive(self, receive: Receive, is_batched: bool) -> NeuronDiError | None:
         if self._broken is not None:
             return self._broken
-        runtime, stream = self._runtime, self._stream
+        runtime, stream, pool = self._runtime, self._stream, self._pool
+        mirror, address = pool.memory(), receive.memory.address
+        if is_own := 0 <= address - mirror.address < mirror.num_bytes:
+            address += pool.device_address - mirror.address
         try:
             runtime.wait_in_stream(stream, self._kernels_done)
-            if _is_part(receive.memory, self._pool.memory()):
-                runtime.wait_in_stream(stream, self._pool.kernels_done)
+            if is_own:
+                runtime.wait_in_stream(stream, pool.kernels_done)
             runtime.record(self._gate, stream)
             self._wait_for(self._gate)
         except (CudaError, PeerTimeout) as error:
             return self._break(error)
         runs = receive.runs
-        destinations = (runs.destination_offsets + receive.memory.address).astype(np.uint64)
+        destinations = (runs.destination_offsets + address).astype(np.uint64)
         sources = (runs.source_offsets + self._peers_address).astype(np.uint64)
         lengths = runs.lengths.astype(np.uint64)
         try:
@@ -168,6 +179,8 @@ class CudaReader:
             with contextlib.suppress(CudaError):  # nothing is on its way when the token is done
                 runtime.synchronize(stream)
             return self._break(error)
+        if is_own:
+            pool.mark_on_device(receive.block_ids)
         return None
 
     def _wait_for(self, event: int) -> None:
@@ -182,6 +195,10 @@ class CudaReader:
         self._broken = PeerGone("the connection to the prefill worker's pool has failed")
         if isinstance(error, PeerTimeout):
             return error
+        try:
+            self._pool.check_device(error)
+        except BackendLost as lost:
+            return lost
         return PeerGone(f"a copy from the prefill worker's GPU memory failed: {error}")
 
 
@@ -201,13 +218,4 @@ def _open_heads(peer: Incarnation, region: CudaIpcRegion, layout: KvLayout) -> P
         raise StaleIncarnation(f"the pool of process {head.pid} is not the peer's")
     if region.num_bytes != head.num_blocks * layout.block_bytes or region.offset < MARK_BYTES:
         raise PeerRefused("the prefill worker's pool is none that this engine can read")
-    try:
-        view = shared_memory.open_peer_segment(head.pid, head.fd, head_bytes(head.num_blocks))
-    except (OSError, ValueError, OverflowError) as error:
-        raise PeerGone(f"cannot map the KV pool of process {head.pid}: {error}") from None
-    check_header(view, peer, head.num_blocks)
-    return PeerPool(view, head.num_blocks, layout)
-
-
-def _is_part(part: Memory, memory: Memory) -> bool:
-    return 0 <= part.address - memory.address < memory.num_bytes
+    return PeerPool.open(head, layout)

@@ -2,7 +2,8 @@
 
 On a Neuron device, `auto` offers what there is of: reads of the device's memory (nixl_neuron), from
 core to core (nrt), and by way of the host (shm, tcp). What an engine lacks shows in the log, and to
-whoever asks with `on_lacking`.
+whoever asks with `on_lacking`. On an NVIDIA GPU it is reads of the GPU's memory (cuda_ipc), and tcp
+by way of the host.
 """
 
 from collections.abc import Callable
@@ -54,8 +55,6 @@ def make_engines(
             maker = _MAKERS.get(name)
             if maker is None:
                 raise ConfigError(f"--transfer {name} is not available here", param="transfer")
-            if isinstance(pool, DevicePool) and name != "cuda_ipc":
-                raise ConfigError(f"--transfer {name} is for KV in host memory", param="transfer")
             try:
                 engines.append(maker(pool, setting))
             except ConfigError as error:
@@ -67,6 +66,8 @@ def make_engines(
         for engine in engines:
             engine.close()
         raise
+    if isinstance(pool, DevicePool):
+        pool.keeps_mirror = any(engine.name in _READ_THE_MIRROR for engine in engines)
     return engines
 
 
@@ -133,7 +134,8 @@ def _tcp(pool: KvPool, setting: _Setting) -> TransferEngine:
 def _auto(pool: KvPool, setting: _Setting) -> list[str]:
     """What works without being asked for. Workers of one machine have better than TCP."""
     if isinstance(pool, DevicePool):
-        return ["cuda_ipc"]  # the others read and write what the processor can address
+        # Also on one machine: its containers may share a network and no devices' memory.
+        return ["cuda_ipc", "tcp"]
     names = ["shm"]
     if isinstance(pool, ArenaPool):
         names.insert(0, "handover")
@@ -146,7 +148,9 @@ def _auto(pool: KvPool, setting: _Setting) -> list[str]:
 
 
 # Of auto: what may lack on a machine where the others do.
-_DISPENSABLE = frozenset({"nixl_neuron", "nrt"})
+_DISPENSABLE = frozenset({"cuda_ipc", "nixl_neuron", "nrt"})
+# Their readers ask for nothing: what they may read is in the mirror of a GPU's blocks before.
+_READ_THE_MIRROR = frozenset({"shm", "nixl"})
 
 _MAKERS: dict[str, Callable[[KvPool, _Setting], TransferEngine]] = {
     "handover": _handover,

@@ -62,6 +62,10 @@ class KvReceiver:
         num_tokens = self._num_moved(ready, num_held)
         return resharding(self.layout, self._local.layout).landing_bytes(num_tokens)
 
+    def num_kept(self, num_held: int) -> int:
+        """How many of our blocks have something of the first `num_held` of the peer's."""
+        return self._local.layout.num_blocks_for(num_held * self.layout.block_size)
+
     def tag(self, ready: Ready) -> int:
         return transfer_tag(self._connection, ready.request_id, ready.attempt)
 
@@ -182,13 +186,19 @@ class KvReceiver:
         return None
 
     def _place(self, entry: Entry, ready: Ready, room: Room) -> None:
+        num_tokens = entry.num_held * self.layout.block_size
         with self._pool.hold():  # close() may not wait for this, and must not take it away
+            num_whole, num_more = divmod(num_tokens, self._local.layout.block_size)
+            if num_more:  # they stay, in a block of which the rest has come
+                begun = entry.block_ids[num_whole : num_whole + 1]
+                self._pool.bring(begun, num_more)
+                self._pool.begin_fill(begun)
             resharding(self.layout, self._local.layout).place(
                 room.memory,
                 self._memory,
                 entry.block_ids,
                 self._num_moved(ready, entry.num_held),
-                first_token=entry.num_held * self.layout.block_size,
+                first_token=num_tokens,
             )
 
     def _end_fill(self, entry: Entry, ready: Ready) -> NeuronDiError | None:

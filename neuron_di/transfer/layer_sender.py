@@ -91,7 +91,7 @@ class LayerSender:
         request = chunk.request
         key = (request.request_id, request.attempt)
         stream = self._streams.get(key)
-        if stream is None or chunk.start != stream.num_tokens:
+        if stream is None or chunk.start != stream.num_tokens or not pool.streams_layers:
             return None
         stream.num_tokens = chunk.end
         size = pool.layout.block_size

@@ -186,7 +186,7 @@ class RecvBuffer:
         receiver = self._receiver
         assert receiver is not None, "nothing is ready before it is connected"
         entry.block_ids, entry.num_held = block_ids, num_held
-        self._pool.begin_fill(block_ids[num_held:])
+        self._pool.begin_fill(block_ids[receiver.num_kept(num_held) :])
         on_settled = partial(self._find_room, key, entry, receiver)
         if self._layers is None or not self._layers.claim(key, entry, on_settled):
             on_settled()

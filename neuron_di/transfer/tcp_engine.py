@@ -92,6 +92,7 @@ class TcpEngine:
         self._times = times or TcpTimes()
         self._tls = open_tls(self._options)
         self._incarnation = pool.incarnation
+        self._pool = pool
         self._memory = pool.memory()
         self._own = OwnMemories(self._memory)
         self._secret = secrets.token_bytes(_SECRET_BYTES)
@@ -203,7 +204,7 @@ class TcpEngine:
             if self._claims is None:
                 self._claims = ClaimWatch()
             if known is None or known.secret != region.secret:
-                sender = TcpSender(self._memory, self._times.unclaimed_s, self._times.send_s)
+                sender = TcpSender(self._pool, self._times.unclaimed_s, self._times.send_s)
                 self._accepted[peer] = _Accepted(region.secret, sender)
                 self._claims.add(sender)
         if known is not None and known.secret != region.secret:

@@ -23,7 +23,8 @@ from neuron_di.errors import (
     PeerGone,
     RemoteProtocolError,
 )
-from neuron_di.kv import Memory, Runs
+from neuron_di.kv import KvPool, Runs
+from neuron_di.kv.device_pool import DevicePool
 from neuron_di.transfer.tcp_frames import (
     CANCEL,
     DATA,
@@ -59,6 +60,8 @@ class _Outgoing:
     num_reading: int = 0
     error: NeuronDiError | None = None
     start_s: float | None = None
+    bringing: threading.Lock = field(default_factory=threading.Lock)
+    is_on_host: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -80,10 +83,11 @@ class _Outlet:
 class TcpSender:
     """Borrows the streams' threads and the pool. Thread-safe."""
 
-    def __init__(self, memory: Memory, unclaimed_s: float, send_s: float) -> None:
+    def __init__(self, pool: KvPool, unclaimed_s: float, send_s: float) -> None:
         """A send has `unclaimed_s` to be asked for, and `send_s` in all: a peer that reads more
         slowly loses its connection. Somebody must call end_unclaimed()."""
-        self._memory = memory
+        self._memory = pool.memory()
+        self._device = pool if isinstance(pool, DevicePool) else None
         self._unclaimed_s = unclaimed_s
         self._send_s = send_s
         self._lock = threading.Condition()
@@ -319,6 +323,13 @@ class TcpSender:
     def _send(self, outlet: _Outlet, frame: Frame, outgoing: _Outgoing) -> None:
         """This piece of it, which counts as being read until it is sent."""
         error: NeuronDiError | None = None
+        if (lack := self._bring(outgoing)) is not None:
+            with self._lock:
+                outgoing.num_reading -= 1
+                ended = self._give_up(outgoing, lack)
+            end_tokens(ended)
+            self._send_only(outlet, frame.answered(GONE).pack())
+            return
         try:
             deadline = deadline_of(frame.length, outlet.stream.silence_s)
             deadline = deadline.earlier_of(outgoing.end)
@@ -334,9 +345,24 @@ class TcpSender:
             if error is None:
                 outgoing.remaining -= frame.length
             ended = self._give_up(outgoing, error) if error else self._if_over(outgoing)
+        if ended and self._device is not None:
+            self._device.drop_mirror(outgoing.send.block_ids)
         end_tokens(ended)
         if error is not None:
             raise error
+
+    def _bring(self, outgoing: _Outgoing) -> NeuronDiError | None:
+        """Blocks of a GPU come to the host's memory before the first of them is read. Why not."""
+        if self._device is None:
+            return None
+        with outgoing.bringing:  # other streams want other pieces of it
+            try:
+                if not outgoing.is_on_host:
+                    self._device.to_host(outgoing.send.block_ids, outgoing.send.num_tokens)
+                    outgoing.is_on_host = True
+            except NeuronDiError as error:
+                return error
+        return None
 
     def _send_only(self, outlet: _Outlet, message: bytes) -> None:
         nothing = np.zeros(0, np.int64)

@@ -21,7 +21,7 @@ def fill_pool(pool: KvPool) -> None:
     if not isinstance(pool, DevicePool):
         block_bytes.fill(pool.memory(), pool.block_ids(), pool.layout.block_bytes)
         return
-    memory = pool.memory()
+    memory = pool.device_memory()
     random = np.random.default_rng()
     with stream_of(pool) as stream:
         for start in range(0, memory.num_bytes, _PIECE_BYTES):
@@ -39,7 +39,7 @@ def clear_blocks(pool: KvPool, block_ids: Sequence[int]) -> None:
         return
     with stream_of(pool) as stream:
         for block_id in block_ids:
-            pool.runtime.fill(pool.base_address + block_id * size, 0, size, stream)
+            pool.runtime.fill(pool.device_address + block_id * size, 0, size, stream)
 
 
 def digest_blocks(pool: KvPool, block_ids: Sequence[int]) -> bytes:

@@ -11,7 +11,6 @@ from neuron_di.clock import now_s
 from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError, NeuronDiError, PeerGone, PeerTimeout, RemoteProtocolError
 from neuron_di.kv import KvLayout, KvPool, whole_block_runs
-from neuron_di.kv.device_pool import DevicePool
 from neuron_di.transfer import LaneSet, Send, TransferToken
 from neuron_di.transfer_bench.control_link import ControlLink
 from neuron_di.transfer_bench.make_pool import make_pool
@@ -120,9 +119,8 @@ class ServingEnd:
         self._incarnation = Incarnation(secrets.token_hex(16))
         pool = self._pool = self._make_pool(layout, question)
         fill_pool(pool)
-        region = pool.head_region() if isinstance(pool, DevicePool) else pool.region()
         return PoolOpened(
-            incarnation=self._incarnation, region=region, block_ids=list(pool.block_ids())
+            incarnation=self._incarnation, region=pool.region(), block_ids=list(pool.block_ids())
         )
 
     def _make_pool(self, layout: KvLayout, question: OpenPool) -> KvPool:

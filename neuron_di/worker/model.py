@@ -9,10 +9,8 @@ from neuron_di.backends import (
     Backend,
     BackendOptions,
     DevicePlan,
-    available_memory_bytes,
     open_backend,
     plan_device,
-    plan_memory,
 )
 from neuron_di.config import EngineOptions
 from neuron_di.kv import KvLayout, KvPool, PoolMaker, segment_bytes
@@ -27,9 +25,6 @@ from neuron_di.request import Tokenizer
 from neuron_di.types import Incarnation, Role
 
 _log = get_logger(__name__)
-
-# Of the memory that is there, what a pool takes when nobody says how large it should be.
-_POOL_SHARE_DEFAULT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +51,7 @@ class PoolPlan:
             return max(1, options.kv_memory // self.layout.block_bytes)
         batch = options.prefill_batch if role == "prefill" else options.decode_batch
         wanted = batch * self.layout.num_blocks_for(self._context_tokens())
-        share_bytes = self.available_bytes // _POOL_SHARE_DEFAULT
+        share_bytes = self.device.pool_bytes(self.spec, self.available_bytes)
         return max(1, min(wanted, share_bytes // self.layout.block_bytes))
 
     def context_tokens(self, num_blocks: int) -> int:
@@ -107,10 +102,10 @@ def load_model(
     `num_siblings` workers, this one included, share the memory that is free now. The pool lies in
     `arena`, if there is one, where an earlier worker of this name may have left its blocks.
     """
-    available_bytes = available_memory_bytes() // num_siblings
     folder = resolve_checkpoint(model)
     spec = ModelSpec.from_folder(folder)
     device = plan_device(options, spec, folder)
+    available_bytes = device.free_bytes() // (device.num_sharing or num_siblings)
     tokenizer = Tokenizer.load(folder)
     layout = spec.kv_layout(
         block_size=device.block_size, dtype=device.dtype, num_ranks=device.num_ranks
@@ -121,7 +116,7 @@ def load_model(
         spec=spec, layout=layout, options=options, device=device, available_bytes=available_bytes
     )
     num_blocks = pool_plan.num_blocks(role)
-    plan = plan_memory(spec, layout, num_blocks=num_blocks, chunk_tokens=device.workspace_tokens)
+    plan = device.memory_plan(spec, layout, num_blocks)
     plan.require_fits(available_bytes)
     _log.info(
         "memory_planned",
@@ -162,7 +157,7 @@ def missing_memory(model: LoadedModel, role: Role) -> str:
     plan, pool = model.pool_plan, model.backend.pool
     assert plan is not None, "the model was loaded from a checkpoint"
     wanted_bytes = segment_bytes(plan.layout, plan.num_blocks(role))
-    free_bytes = available_memory_bytes() + segment_bytes(pool.layout, pool.num_blocks)
+    free_bytes = plan.device.free_bytes() + segment_bytes(pool.layout, pool.num_blocks)
     if wanted_bytes <= free_bytes:
         return ""
     return (

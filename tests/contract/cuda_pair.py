@@ -19,7 +19,7 @@ from neuron_di.kv import KvLayout, Memory, whole_block_runs
 from neuron_di.kv.device_pool import DevicePool
 from neuron_di.transfer import BlockSource, Receive, TransferToken
 from neuron_di.transfer.cuda_ipc_engine import CudaIpcEngine
-from neuron_di.types import Incarnation
+from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import CudaIpcRegion
 from neuron_di_bindings.cuda_runtime import PATH_VARIABLE
 
@@ -85,7 +85,7 @@ class CudaDecode:
         self.pool = pool
         self.engine = engine
         self.steering = steering
-        self.received = bytes_of(pool.memory()).reshape(NUM_SMALL, -1)
+        self.received = bytes_of(pool.device_memory()).reshape(NUM_SMALL, -1)
         self.received[:] = UNTOUCHED
         self._num_receives = 0
         self._num_stuck = steering.waiting()  # of peers that were killed
@@ -102,6 +102,7 @@ class CudaDecode:
             runs=whole_block_runs(SMALL, source_ids, block_ids),
             memory=self.pool.memory() if memory is None else memory,
             source=BlockSource(source_ids, [0] * len(source_ids)),
+            block_ids=[BlockId(n) for n in block_ids] if memory is None else (),
         )
 
     def post(self, receive: Receive) -> TransferToken:

@@ -31,7 +31,7 @@ def main() -> None:
     runtime = pool.runtime
     stream = runtime.create_stream()
     for n in range(pool.num_blocks):
-        address = pool.base_address + n * layout.block_bytes
+        address = pool.device_address + n * layout.block_bytes
         runtime.fill(address, (n + 1) % 256, layout.block_bytes, stream)
     runtime.synchronize(stream)
     engine = CudaIpcEngine(pool)
@@ -47,7 +47,7 @@ def main() -> None:
                 Steering(os.environ[PATH_VARIABLE]).release()
                 runtime.synchronize(stream)
             case "fill":  # a kernel that writes all blocks
-                runtime.fill(pool.base_address, int(number), pool.memory().num_bytes, stream)
+                runtime.fill(pool.device_address, int(number), pool.memory().num_bytes, stream)
             case "record":
                 pool.record(stream)
             case "retire":

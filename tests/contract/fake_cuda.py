@@ -81,6 +81,10 @@ class Steering:
         """Streams that stand still for an event now."""
         return int(self._library.fake_waiting())
 
+    def break_device(self, code: int) -> None:
+        """Every call fails with it from now on, and nothing is copied any more."""
+        self._library.fake_break(code)
+
     def recover(self) -> None:
         """Forget an error that stays."""
         self._library.fake_recover()

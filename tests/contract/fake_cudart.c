@@ -121,6 +121,7 @@ EXPORT void fake_delay(int microseconds) { delay_us = microseconds; }
 EXPORT void fake_devices(int count, int can_access) { num_devices = count; peer_access = can_access; }
 EXPORT int fake_waiting(void) { return waiting; }
 EXPORT void fake_release(void) { released = holds; }
+EXPORT void fake_break(int error) { sticky = error; }
 EXPORT void fake_recover(void) { sticky = 0; }
 
 static uint64_t new_serial(void) {

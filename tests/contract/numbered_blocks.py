@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuron_di.kv import KvPool, Memory, NeuronPool
+from neuron_di.kv.device_pool import DevicePool
 from neuron_di.transfer import BlockSource
 from neuron_di.types import BlockId
 
@@ -28,7 +29,8 @@ class NumberedBlocks:
     def __init__(self, pool: KvPool) -> None:
         self.pool = pool
         self.ids: NDArray[np.int64] = np.array(pool.block_ids(), np.int64)
-        self._memory = bytes_of(pool.memory()).reshape(-1, pool.layout.block_bytes)
+        memory = pool.device_memory() if isinstance(pool, DevicePool) else pool.memory()
+        self._memory = bytes_of(memory).reshape(-1, pool.layout.block_bytes)
         self._lock = threading.RLock()
 
     def id_of(self, number: int) -> BlockId:

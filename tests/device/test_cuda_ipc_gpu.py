@@ -42,7 +42,7 @@ def pool():
 @pytest.fixture
 def engine(pool):
     stream = pool.runtime.create_stream()
-    pool.runtime.fill(pool.base_address, 0, pool.memory().num_bytes, stream)
+    pool.runtime.fill(pool.device_address, 0, pool.memory().num_bytes, stream)
     pool.runtime.synchronize(stream)
     pool.runtime.destroy_stream(stream)
     with closing(CudaIpcEngine(pool)) as engine:
@@ -148,7 +148,7 @@ def test_both_ends_in_one_process_need_no_handle(engine, pool):
     ):
         engine.connect(PEER, there.local_region(PEER), LAYOUT)
         stream = other.runtime.create_stream()
-        other.runtime.fill(other.base_address, 77, other.memory().num_bytes, stream)
+        other.runtime.fill(other.device_address, 77, other.memory().num_bytes, stream)
         other.record(stream)
         assert move(engine, pool, [0], [255]) is None
         assert values_of(pool)[255] == 77
@@ -164,4 +164,4 @@ def _refuse(*_):
 def test_the_device_has_a_uuid(pool):
     assert any(pool.runtime.device_uuid(0))
     assert len(pool.runtime.device_uuid(0)) == 16
-    assert os.getpid() == pool.head_region().pid
+    assert os.getpid() == pool.region().pid

@@ -14,7 +14,7 @@ token's weight is that near to what top-p still needs, or where two weights are 
 them only. Greedy tokens, top-k and min-p are comparisons, and equal.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -45,6 +45,11 @@ class DrawRules:
             top_p_B=full(1.0, torch.float64),
             log_min_p_B=full(-torch.inf, torch.float32),
             uniform_B=full(0.0, torch.float64),
+        )
+
+    def to(self, device: torch.device) -> "DrawRules":
+        return DrawRules(
+            **{each.name: getattr(self, each.name).to(device) for each in fields(self)}
         )
 
 

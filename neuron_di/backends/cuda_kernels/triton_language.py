@@ -18,7 +18,7 @@ except ImportError as error:
 
 from neuron_di.backends.cuda_kernels.interpreter import mend_interpreter
 
-__all__ = ["jit", "jit_for_any", "next_power_of_2", "tl"]
+__all__ = ["IS_INTERPRETED", "jit", "jit_for_any", "next_power_of_2", "tl"]
 
 # A decorator. Its declared type is why a file of kernels needs no stubs of Triton.
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
@@ -39,5 +39,7 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-if triton.knobs.runtime.interpret:
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+if IS_INTERPRETED:
     mend_interpreter()

@@ -150,7 +150,7 @@ def test_every_default_is_allowed():
         ("port = 70000", ["from 0 to 65535", "70000"]),
         ("combined = 1", ["combined in site.toml", "true or false"]),
         ("dtype = 'fp8'", ["dtype in", "one of auto, float32, bfloat16, float16", "'fp8'"]),
-        ("device = 'cuda'", ["device in", "one of cpu, neuron", "'cuda'"]),
+        ("device = 'tpu'", ["device in", "one of cpu, cuda, neuron", "'tpu'"]),
         ("kv_memory = '2 potatoes'", ["kv_memory in", "2GiB", "or none"]),
         ("kv_memory = -1", ["kv_memory in"]),
         ("request_timeout_s = nan", ["request_timeout_s in"]),

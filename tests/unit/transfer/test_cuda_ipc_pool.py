@@ -1,5 +1,6 @@
 """A KV pool in GPU memory, and the CUDA runtime library it needs."""
 
+import os
 import threading
 from contextlib import closing
 
@@ -8,11 +9,12 @@ from contract.cuda_pair import NUM_SMALL, SMALL
 from contract.fake_cuda import WHY_NOT, Steering, fake_runtime, library_path, make_pool
 from contract.numbered_blocks import bytes_of
 
+from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError, LocalProtocolError
-from neuron_di.kv import KvLayout
-from neuron_di.kv import device_pool as module
+from neuron_di.kv import KvLayout, device_copies
 from neuron_di.kv.device_pool import DevicePool, open_runtime
-from neuron_di.transfer import ShmEngine
+from neuron_di.transfer import make_engines
+from neuron_di.transfer.cuda_ipc_engine import CudaIpcEngine
 from neuron_di.types import BlockId, Incarnation
 from neuron_di_bindings.cuda_runtime import CudaError, CudaMissing, load_cuda
 
@@ -30,14 +32,14 @@ def pool():
 
 def test_blocks_are_zeros_at_first(pool):
     assert pool.memory().num_bytes == NUM_SMALL * SMALL.block_bytes
-    assert not bytes_of(pool.memory()).any()  # the simulator gives other bytes
+    assert not bytes_of(pool.device_memory()).any()  # the simulator gives other bytes
 
 
 def test_exported_memory_shares_no_page_with_anything_else(pool):
-    base, num_bytes = pool.runtime.extent(pool.base_address)
+    base, num_bytes = pool.runtime.extent(pool.device_address)
     assert num_bytes % (2 << 20) == 0
-    assert base <= pool.base_address
-    assert pool.base_address + pool.memory().num_bytes <= base + num_bytes
+    assert base <= pool.device_address
+    assert pool.device_address + pool.memory().num_bytes <= base + num_bytes
 
 
 def test_giving_blocks_up_shows_in_their_generations(pool):
@@ -46,14 +48,15 @@ def test_giving_blocks_up_shows_in_their_generations(pool):
     assert pool.generations([BlockId(2), BlockId(3)]) == [0, 1]
 
 
-@pytest.mark.parametrize("staging_bytes", [1, 3 * SMALL.block_bytes, 8 << 20])
-def test_blocks_are_read_on_the_host_through_bounded_memory(pool, monkeypatch, staging_bytes):
-    monkeypatch.setattr(module, "_STAGING_BYTES", staging_bytes)
-    blocks = bytes_of(pool.memory()).reshape(NUM_SMALL, -1)
-    for n in range(NUM_SMALL):
-        blocks[n] = n + 1
-    block_ids = [BlockId(n) for n in (7, 3, 3, 0, 15)]
-    found = [bytes(block) for block in pool.read_blocks(block_ids)]
+@pytest.mark.parametrize("staging_bytes", [1, 4 * SMALL.block_bytes, 8 << 20])
+def test_blocks_are_read_on_the_host_through_bounded_memory(monkeypatch, staging_bytes):
+    monkeypatch.setattr(device_copies, "STAGING_BYTES", staging_bytes)
+    with closing(make_pool(SMALL, NUM_SMALL, OWN)) as pool:
+        blocks = bytes_of(pool.device_memory()).reshape(NUM_SMALL, -1)
+        for n in range(NUM_SMALL):
+            blocks[n] = n + 1
+        block_ids = [BlockId(n) for n in (7, 3, 3, 0, 15, 14, 13)]
+        found = [bytes(block) for block in pool.read_blocks(block_ids)]
     assert found == [bytes([n + 1]) * SMALL.block_bytes for n in block_ids]
 
 
@@ -61,7 +64,7 @@ def test_blocks_are_read_after_the_kernels_that_were_recorded(pool):
     runtime, steering = pool.runtime, Steering.of()
     stream = runtime.create_stream()
     steering.hold(stream)
-    runtime.fill(pool.base_address, 9, SMALL.block_bytes, stream)
+    runtime.fill(pool.device_address, 9, SMALL.block_bytes, stream)
     pool.record(stream)
     found, num_stuck = [], steering.waiting()
     reading = threading.Thread(
@@ -93,15 +96,6 @@ def test_kernels_of_two_streams_are_not_recorded(pool):
         pool.runtime.destroy_stream(stream)
 
 
-def test_what_reads_the_host_refuses_gpu_memory(pool):
-    with closing(ShmEngine(pool)) as engine, pytest.raises(ConfigError, match="cuda_ipc"):
-        engine.local_region(OWN)
-    with pytest.raises(LocalProtocolError):
-        pool.view(BlockId(0))
-    with pytest.raises(LocalProtocolError):
-        pool.tensor()
-
-
 def test_a_closed_pool_has_given_its_memory_back():
     pool = make_pool(SMALL, NUM_SMALL, OWN)
     list(pool.read_blocks([BlockId(0)]))
@@ -112,19 +106,59 @@ def test_a_closed_pool_has_given_its_memory_back():
 
 
 @pytest.mark.parametrize(
-    ("function", "code", "reason"),
+    ("function", "code"),
     [
-        ("cudaMalloc", NO_MEMORY, "cudaErrorMemoryAllocation"),
-        ("cudaIpcGetMemHandle", NOT_SUPPORTED, "cannot allocate"),
-        ("cudaEventCreateWithFlags", NOT_SUPPORTED, "cannot allocate"),
-        ("cudaGetDeviceCount", 100, "cudaGetDeviceCount"),
+        ("cudaMalloc", NO_MEMORY),
+        ("cudaMallocHost", NO_MEMORY),
+        ("cudaStreamCreateWithFlags", NO_MEMORY),
+        ("cudaMemsetAsync", NOT_SUPPORTED),
+        ("cudaGetDeviceCount", NOT_SUPPORTED),
     ],
 )
-def test_a_pool_that_cannot_be_had_says_why(function, code, reason):
-    Steering.of().fail(function, code)
-    with pytest.raises(ConfigError, match=reason):
-        make_pool(SMALL, NUM_SMALL, OWN)
+def test_a_pool_that_cannot_be_had_says_why_and_leaves_nothing(function, code):
     make_pool(SMALL, NUM_SMALL, OWN).close()
+    counted = ("cudaMalloc", "cudaFree", "cudaEventCreateWithFlags", "cudaEventDestroy")
+    before = [Steering.of().calls(name) for name in counted]
+    num_open = len(os.listdir("/proc/self/fd"))
+    Steering.of().fail(function, code)
+    with pytest.raises(ConfigError, match=f"cannot allocate .*{function}"):
+        make_pool(SMALL, NUM_SMALL, OWN)
+    allocated, freed, created, destroyed = (
+        Steering.of().calls(name) - start for name, start in zip(counted, before, strict=True)
+    )
+    assert (allocated - int(function == "cudaMalloc"), created) == (freed, destroyed)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    make_pool(SMALL, NUM_SMALL, OWN).close()
+
+
+@pytest.mark.parametrize(
+    "function", ["cudaIpcGetMemHandle", "cudaIpcGetEventHandle", "cudaDeviceGetAttribute"]
+)
+def test_memory_that_nobody_else_can_open_is_a_pool_all_the_same(function):
+    Steering.of().fail(function, NOT_SUPPORTED)
+    with closing(make_pool(SMALL, NUM_SMALL, OWN)) as pool:
+        assert function in pool.not_shared
+        with pytest.raises(ConfigError, match=function):
+            CudaIpcEngine(pool)
+        lacking = {}
+        engines = make_engines(pool, TransferOptions(), "127.0.0.1", on_lacking=lacking.__setitem__)
+        assert [engine.name for engine in engines] == ["tcp"]
+        assert function in lacking["cuda_ipc"]
+        for engine in engines:
+            engine.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "keeps_mirror"),
+    [(("auto",), False), (("tcp",), False), (("shm",), True), (("cuda_ipc", "shm"), True)],
+)
+def test_engines_of_a_gpus_pool(pool, names, keeps_mirror):
+    engines = make_engines(pool, TransferOptions(transfer=names), "127.0.0.1")
+    expected = ("cuda_ipc", "tcp") if names == ("auto",) else names
+    assert tuple(engine.name for engine in engines) == expected
+    assert pool.keeps_mirror == keeps_mirror
+    for engine in engines:
+        engine.close()
 
 
 @pytest.mark.parametrize("device", [-1, 1])

@@ -209,7 +209,8 @@ def watched(decode, monkeypatch):
     calls = decode.transfer.calls
 
     def digests(memory, block_ids, *args, **fields):
-        calls.extend(f"read {block_id}" for block_id in block_ids)
+        if memory == decode.pool.memory():
+            calls.extend(f"read {block_id}" for block_id in block_ids)
         return block_digests(memory, block_ids, *args, **fields)
 
     monkeypatch.setattr("neuron_di.kv.pool.block_digests", digests)

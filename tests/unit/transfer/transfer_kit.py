@@ -11,7 +11,7 @@ from neuron_di import clock
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import HandOverOptions
 from neuron_di.errors import NeuronDiError
-from neuron_di.kv import KvIdentity, KvLayout, KvPool, block_digests
+from neuron_di.kv import KvIdentity, KvLayout, KvPool
 from neuron_di.transfer import (
     ConnectorOptions,
     HandOverCounters,
@@ -138,6 +138,7 @@ class _Side:
         layout: KvLayout = LAYOUT,
         converts: bool = False,
         incarnation: Incarnation | None = None,
+        make_pool: Callable[[KvLayout, int, Incarnation], KvPool] = KvPool.create,
         make_transfer: Callable[[KvPool], TransferEngine] = ShmEngine,
         more_engines: Sequence[Callable[[KvPool], TransferEngine]] = (),
         **options: Any,
@@ -149,7 +150,7 @@ class _Side:
             layout=layout,
             converts=converts,
         )
-        self.pool = KvPool.create(layout, NUM_BLOCKS, self.local.incarnation)
+        self.pool = make_pool(layout, NUM_BLOCKS, self.local.incarnation)
         self.transfer = make_transfer(self.pool)
         self.lanes = LaneSet([self.transfer, *(make(self.pool) for make in more_engines)])
         connector = {key: options.pop(key) for key in CONNECTOR_OPTIONS if key in options}
@@ -236,13 +237,7 @@ class Prefill(_Side):
             generated=[9],
             block_ids=list(block_ids),
             generations=self.pool.generations(map(BlockId, block_ids)),
-            digests=block_digests(
-                self.pool.memory(),
-                block_ids,
-                self.identity(request_id, attempt),
-                layout,
-                num_tokens,
-            ),
+            digests=self.pool.digests(block_ids, self.identity(request_id, attempt), num_tokens),
             num_tokens=num_tokens,
         )
 

@@ -80,6 +80,7 @@ class Faulty:
             byte.value ^= 1
             return
         with stream_of(self._pool) as stream:  # a run of random bytes is not of one
+            address += self._pool.device_address - self._pool.memory().address
             self._pool.runtime.fill(address, 0, 4096, stream)
 
 

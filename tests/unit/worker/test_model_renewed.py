@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from neuron_di.errors import ConfigError
 from neuron_di.kv import KvLayout, KvPool, PeerPool
 from neuron_di.types import Incarnation
 from neuron_di.worker import LoadedModel, load_model
-from neuron_di.worker import model as model_module
 from neuron_di.worker.model import missing_memory, renewed
 
 ENGINE = EngineOptions(
@@ -106,7 +106,8 @@ def test_memory_that_the_old_pool_holds_counts_as_free(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode worker's pool is twice as large here as a prefill worker's."""
-    monkeypatch.setattr(model_module, "available_memory_bytes", lambda: 0)
+    module = import_module("neuron_di.backends.open_backend")
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: 0)
     assert missing_memory(model, "prefill") == missing_memory(model, "decode") == ""
     model = renewed(model, "prefill")
     assert "would be free once this worker has given its own back" in missing_memory(

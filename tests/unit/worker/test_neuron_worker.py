@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_what_cannot_work_loads_nothing(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("something was loaded")
 
-    for name in ("open_backend", "plan_memory", "Tokenizer"):
+    for name in ("open_backend", "Tokenizer"):
         monkeypatch.setattr(f"neuron_di.worker.model.{name}", never)
     with pytest.raises(ConfigError, match="slots is 4, and 3 is wanted"):
         load_model(str(llama_folder), None, "decode", replace(options, decode_batch=3))
@@ -126,7 +127,8 @@ def test_what_cannot_work_loads_nothing(
 def test_the_mirror_must_fit_the_hosts_memory(
     llama_folder: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuron_di.worker.model.available_memory_bytes", lambda: 1 << 20)
+    module = import_module("neuron_di.backends.open_backend")
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: 1 << 20)
     with pytest.raises(ConfigError, match=r"KV pool of 4 blocks .*but 1\.0 MiB are available"):
         load_model(str(llama_folder), None, "decode", options)
 

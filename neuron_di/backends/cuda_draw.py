@@ -1,0 +1,65 @@
+"""Tokens that the GPU chooses, of rows whose logits nobody else has to see.
+
+What is left to the host: rules (grammars, allowed ids, bias, bad words), penalties, tokens held
+back until `min_tokens`, logprobs, and logits that are of no use.
+
+So far this has run in Triton's interpreter only.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_di.backends.cuda_kernels import DrawRules, choose, choose_greedy
+from neuron_di.request import Request, uniform
+from neuron_di.request.sampling import TEMPERATURE_MIN
+
+_UNUSABLE = -1
+
+
+def draw(logits_BV: Tensor, requests: Sequence[Request]) -> list[int | None]:
+    """The next token of each row, None where the host must look. Waits for the device, once."""
+    rows = [row for row, request in enumerate(requests) if _needs_a_draw_only(request)]
+    if not rows:
+        return [None] * len(requests)
+    drawn = [requests[row] for row in rows]
+    if len(rows) < len(requests):
+        logits_BV = logits_BV[torch.tensor(rows, device=logits_BV.device)]
+    if all(request.sampling.temperature < TEMPERATURE_MIN for request in drawn):
+        token_B, is_usable_B = choose_greedy(logits_BV)
+    else:
+        token_B, is_usable_B = choose(logits_BV, _rules_of(drawn, logits_BV.device))
+    chosen = torch.where(is_usable_B, token_B, _UNUSABLE).tolist()
+    tokens: list[int | None] = [None] * len(requests)
+    for row, token_id in zip(rows, chosen, strict=True):
+        tokens[row] = None if token_id == _UNUSABLE else token_id
+    return tokens
+
+
+def _needs_a_draw_only(request: Request) -> bool:
+    params = request.sampling
+    return (
+        request.rules is None
+        and params.logprobs is None
+        and params.repetition_penalty == 1.0
+        and not params.presence_penalty
+        and not params.frequency_penalty
+        and len(request.generated) >= params.min_tokens
+    )
+
+
+def _rules_of(requests: Sequence[Request], device: torch.device) -> DrawRules:
+    rules = DrawRules.allocate(len(requests), "cpu")
+    for row, request in enumerate(requests):
+        params = request.sampling
+        if params.temperature < TEMPERATURE_MIN:
+            continue  # greedy, as it is allocated
+        rules.temperature_B[row] = params.temperature
+        rules.top_k_B[row] = max(0, params.top_k)
+        rules.top_p_B[row] = params.top_p
+        if params.min_p > 0.0:
+            rules.log_min_p_B[row] = float(np.log(params.min_p))
+        rules.uniform_B[row] = uniform(params.seed, len(request.generated))
+    return rules.to(device)
