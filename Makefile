@@ -7,7 +7,7 @@ export PYTHON PIP_ARGS
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-neuron test test-optimised test-kernels etcd check format sim handover-model schedules chaos dynamic \
         churn handoff-diagram bench-engine bench-interference bench-verification bench-proxy bench-overload \
-        bench-registry bench-transfer bench-interference-transfer bench-layers clean
+        bench-registry bench-transfer device-check bench-interference-transfer bench-layers clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -24,9 +24,14 @@ test: $(VENV)/dev etcd ## the whole test suite
 test-optimised: $(VENV)/dev etcd ## the same under python -O: no check may hide in an assert
 	$(BIN)/python -O -m pytest --numprocesses 2 $(TESTS)
 
-test-kernels: $(VENV)/dev ## the CUDA kernels: on a GPU, else in Triton's interpreter (190 MB, 3 min)
+test-kernels: $(VENV)/dev ## what computes on CUDA: on a GPU, else in Triton's interpreter (190 MB, 15 min)
 	$(BIN)/python -m pip install --quiet 'triton>=3.6' $(PIP_ARGS)
-	$(BIN)/python -m pytest --numprocesses 2 tests/unit/backends/cuda_kernels
+	$(BIN)/python -m pytest --numprocesses 2 tests/unit/backends/cuda_kernels tests/unit/backends/cuda \
+	  tests/e2e/test_cuda_serving.py
+
+# On a machine that may have no network: with PYTHON, else with .venv where it is there.
+device-check: ## on an NVIDIA GPU: all that has not run on one, into one report (docs/cuda.md)
+	$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.device_check $(DEVICE_CHECK_ARGS)
 
 etcd: # for the tests; costs nothing where it is installed
 	@.ci/install-etcd

@@ -32,6 +32,8 @@ class Settings:
     step_tokens: int  # of a prefill batch that must fit into one step
     kv_bytes: int
     compiled: bool = False  # where the engine offers both
+    device: str = "cpu"  # as our engine calls it
+    torch_device: str = "cpu"  # of an engine that is torch's own
 
 
 def obey(load: Callable[[Settings], tuple[str, Generate]]) -> None:

@@ -14,11 +14,12 @@ def load(settings: Settings) -> tuple[str, Generate]:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         settings.model, dtype=getattr(torch, settings.dtype)
     )
+    model.to(settings.torch_device)
     model.generation_config.eos_token_id = None  # a random model may end anywhere
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        prompts_BT = torch.tensor(prompts)
+        prompts_BT = torch.tensor(prompts, device=settings.torch_device)
         ids_BT = model.generate(
             prompts_BT,
             attention_mask=torch.ones_like(prompts_BT),

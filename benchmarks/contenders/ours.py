@@ -7,6 +7,7 @@ from neuron_di import LLM, SamplingParams, __version__
 def load(settings: Settings) -> tuple[str, Generate]:
     llm = LLM(
         settings.model,
+        device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
         context_tokens=settings.context_tokens,

@@ -27,6 +27,7 @@ from neuron_di.models import ReadLogits, load_weights
 from neuron_di.obs import get_logger
 from neuron_di.request import Request
 from neuron_di.types import BlockId, Incarnation
+from neuron_di_bindings.cuda_runtime import CudaError
 
 __all__ = ["CudaBackend", "open_backend", "plan_device"]
 
@@ -126,7 +127,10 @@ class CudaBackend:
 
     def draw(self, logits_BV: Tensor, requests: Sequence[Request]) -> list[int | None]:
         with self._step([]):
-            return self._draw(logits_BV, requests)
+            tokens = self._draw(logits_BV, requests)
+            if None in tokens:  # the host reads logits, by a stream that waits for nobody
+                self._device.synchronize()
+            return tokens
 
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:  # noqa: ARG002
         """Wait for all that was launched, whichever blocks it writes. As a rule it is done: a
@@ -146,6 +150,8 @@ class CudaBackend:
             # Graphs and model know the pool by address only: they go first.
             self._has_pool = False
             self.quiesce([])
+            with contextlib.suppress(CudaError):  # of a device that is lost
+                self._steps.close()
             del self._steps, self._model
             self._blocks.close()
 
@@ -206,6 +212,9 @@ class CudaBackend:
             blocks_max=layout.num_blocks_for(num_positions),
             has_graphs=plan.has_graphs,
         )
+        # Kernels are compiled before the worker says that it is ready. Block 0 is nobody's yet.
+        self._model.run_chunk([0, 0], start=0, block_ids=[0], with_logits=True)
+        device.synchronize()
         self._has_pool = True
 
     def _replay(self, chunk: PrefillChunk) -> Tensor:

@@ -52,6 +52,8 @@ class DecodeSteps:
         self._number_2B = torch.zeros(2, rows_max, dtype=torch.int32, device=on_device)
         self._table_BN = torch.zeros(rows_max, blocks_max, dtype=torch.int32, device=on_device)
         self._host_number_2B = device.pinned(2, rows_max)
+        with device.runtime.on_device(device.index):
+            self._copied = device.runtime.create_event()  # the numbers of the last step
         self._tables: list[list[int]] = [[] for _ in range(rows_max)]  # as they are on the device
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         if has_graphs and not device.is_interpreted:
@@ -62,12 +64,14 @@ class DecodeSteps:
         num_rows = len(requests)
         bucket = next(size for size in self.buckets if size >= num_rows)
         numbers = self._host_number_2B
-        # The copy of the step before is done: its tokens were read since, or its requests quiesced.
+        # As a rule that copy is long done: somebody has waited for the step's tokens.
+        self._device.runtime.synchronize_event(self._copied)
         numbers[0, :num_rows] = torch.tensor([each.generated[-1] for each in requests])
         numbers[1, :num_rows] = torch.tensor([each.num_computed for each in requests])
         numbers[0, num_rows:bucket] = 0
         numbers[1, num_rows:bucket] = _FILLER
         self._number_2B.copy_(numbers, non_blocking=True)
+        self._device.runtime.record(self._copied, self._device.stream)
         for row, request in enumerate(requests):
             self._place(row, request.block_ids)
         if bucket in self._graphs:
@@ -76,6 +80,10 @@ class DecodeSteps:
         else:
             logits_BV = self._launch(bucket)
         return logits_BV[:num_rows]
+
+    def close(self) -> None:
+        """After the last step is done. The graphs go with the object."""
+        self._device.runtime.destroy_event(self._copied)
 
     def _place(self, row: int, block_ids: Sequence[int]) -> None:
         """A request's blocks rarely change, so its row of the table is rarely copied."""

@@ -78,9 +78,7 @@ async def test_a_killed_decode_worker(host: GpuHost, expected: list[str]) -> Non
         client = serving.client
         await client.until_idle()
         asking = [
-            asyncio.create_task(
-                client.ask(prompt, stream=True, max_tokens=NUM_TOKENS, ignore_eos=True)
-            )
+            asyncio.create_task(client.ask(prompt, max_tokens=NUM_TOKENS, ignore_eos=True))
             for prompt in PROMPTS
         ]
         await until_decoding(client)

@@ -105,10 +105,10 @@ def test_answers_are_the_cpus_by_invariant_products_too(small_folder):
 def test_a_request_that_is_cut_off_goes_on_with_the_same_tokens(small_folder):
     """Its tokens are given to another worker, which replays them and draws the next."""
     with opened_cuda(small_folder, is_invariant=True) as cuda:
-        tokens = answers_of(cuda)[0][1]
+        tokens = answers_of(cuda)[0][2]
     for num_given in (1, 3):
         with opened_cuda(small_folder, is_invariant=True) as cuda:
-            first = requests_of_every_kind()[1]
+            first = requests_of_every_kind()[2]
             request = make_request(first.prompt_ids, [4, 8], given=tokens[:num_given])
             request.sampling = first.sampling
             request.generated = list(request.given)

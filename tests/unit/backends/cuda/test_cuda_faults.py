@@ -30,6 +30,11 @@ def fail_with(error):
         (torch.AcceleratorError(f"{ILLEGAL}\nCUDA kernel errors might be reported later"), True),
         (RuntimeError(f"Triton Error [CUDA]: {ILLEGAL}"), True),
         (CudaError("cudaEventRecord", 700, "cudaErrorIllegalAddress"), True),
+        (CudaError("cudaMalloc", 2, "cudaErrorMemoryAllocation"), False),
+        (torch.AcceleratorError("CUDA error: out of memory\nmore"), False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublas`"), True),
     ],
 )
 def test_which_errors_are_the_end(error, is_end):
