@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -26,19 +27,40 @@ class _Parsed(Exception):
 def run_step(
     step: Path, *options: str, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A step to its end. It finds our neuron-di, and of this environment nothing that sets it."""
-    kept = {"HOME", "PATH", "LANG", "OMP_NUM_THREADS", "PYTHONOPTIMIZE"}
-    clean = {name: value for name, value in os.environ.items() if name in kept}
-    clean["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), clean["PATH"]])
+    """A step to its end, which has to be soon: it waits for nobody's answer."""
     return subprocess.run(
         [str(step), *options],
-        env=clean | dict(environ or {}),
+        env=step_environ(environ or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=STEP_TIMEOUT_S,
         check=False,
     )
+
+
+def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """A step finds our neuron-di, and of this environment nothing that sets it."""
+    kept = {"HOME", "PATH", "LANG", "OMP_NUM_THREADS", "PYTHONOPTIMIZE"}
+    clean = {name: value for name, value in os.environ.items() if name in kept}
+    clean["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), clean["PATH"]])
+    return clean | dict(environ)
+
+
+class Patience:
+    """Waiting for something slow: as long as it shows signs of life, and not for ever."""
+
+    def __init__(self, now_s: float, *, silence_s: float, total_s: float) -> None:
+        self._silence_s = silence_s
+        self._end_s = now_s + total_s
+        self._seen_s = now_s
+        self._sign: object = None
+
+    def lasts(self, now_s: float, sign: object) -> bool:
+        """Whether to wait on. A sign other than the last one is one of life."""
+        if sign != self._sign:
+            self._sign, self._seen_s = sign, now_s
+        return now_s < min(self._seen_s + self._silence_s, self._end_s)
 
 
 def check_aws(words: list[str]) -> subprocess.CompletedProcess[str]:
@@ -56,6 +78,13 @@ def check_aws(words: list[str]) -> subprocess.CompletedProcess[str]:
 def steps_of(folder: str) -> list[Path]:
     """The scripts that a reader starts, in the order of the page."""
     return [*sorted((EXAMPLES / folder).glob("[1-9]-*.sh")), EXAMPLES / folder / "install.sh"]
+
+
+def copied(tutorial: str, folder: Path) -> Path:
+    """A tutorial, alone in the world. Returns its folder, below examples/ of this one."""
+    for name in ("neuron_common", tutorial):
+        shutil.copytree(EXAMPLES / name, folder / "examples" / name)
+    return folder / "examples" / tutorial
 
 
 def shown_commands(output: str) -> list[list[str]]:

@@ -1,44 +1,26 @@
 # shellcheck shell=bash disable=SC2034  # used by the files of neuron_common
-# What is particular to this tutorial. A variable of the environment goes before: TP=4 ./4-serve.sh
+# What differs from instance to instance; ../neuron_common/defaults.sh and ports.sh have the rest.
+# A variable of the environment goes before: TP=4 ./4-serve.sh
 
 # The instance. NeuronCores are numbered over the whole host. It has no EFA.
 : "${INSTANCE_TYPE:=inf2.48xlarge}"
 : "${NUM_CORES:=24}"
 : "${NUM_EFA:=0}"
 
-# Of AWS's image, what has NxD Inference in it.
-: "${SDK_ENVIRONMENT:=/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference}"
-
 # The model, and what it is compiled for. TP must divide its attention heads and its MLP's columns.
 : "${MODEL:=Qwen/Qwen3-8B}"
 : "${MODEL_NAME:=qwen3-8b}" # as clients say it
 : "${TP:=8}"                # NeuronCores of a worker: prefill on 0-7, decode on 8-15
-: "${CONTEXT_TOKENS:=8192}" # prompt and answer together
-: "${DECODE_BATCH:=4}"      # requests that a worker decodes together
-: "${DTYPE:=bfloat16}"
-: "${READY_TIMEOUT_S:=3600}" # until a worker has loaded
-: "${STOP_TIMEOUT_S:=120}"   # until a process that was asked to end has drained
 
 # Several hosts. Name, role, number of its host, slot of NeuronCores (0: 0-7, 1: 8-15, 2: 16-23).
 WORKERS=("prefill-0 prefill 0 0" "decode-0 decode 1 0")
 MORE_WORKERS=("decode-1 decode 1 1") # step 7
+COMBINED_WORKERS=("combined-0 both 0 1" "combined-1 both 1 1") # step 6, while it runs
 # KV goes by the host's memory, between hosts by TCP. AWS gives one connection 10 Gbit/s at most in
 # a placement group, and the instance 100.
 WORKER_ENVIRONMENT=(NEURON_DI_TRANSFER=shm)
 [ -z "$HOSTS" ] || WORKER_ENVIRONMENT=(NEURON_DI_TRANSFER=tcp NEURON_DI_TRANSFER_STREAMS=10)
 
-# Step 6.
-: "${BENCH_LOAD:=--requests 100 --concurrency 4 --input-tokens 1024 --output-tokens 128}"
-
-# Step 1. REGION, SUBNET and KEY_NAME have no defaults.
-: "${COUNT:=1}"        # instances
-: "${SDK:=2.28}"       # the last one whose NxD Inference is for Inf2
-: "${IMAGE_NAME:=Deep Learning AMI Neuron (Ubuntu 24.04)}"
-: "${IMAGE:=}"         # ami-…, in place of these two
+# Step 1.
+: "${SDK:=2.28}" # the last one whose NxD Inference is for Inf2
 : "${GROUP_NAME:=neuron-di-inf2}" # security group, placement group, instances
-: "${MORE_EFA:=}"      # there are no further interfaces
-: "${DISK_GIB:=500}"   # system, packages, weights, what was compiled
-: "${SSH_FROM:=}"      # who may log in, such as 203.0.113.7/32
-: "${RESERVATION:=}"   # cr-…, where you have one …
-: "${IS_CAPACITY_BLOCK:=}" # … and yes, where it is a Capacity Block
-: "${PLACEMENT_GROUP:=}"   # in place of one that the step makes: a reservation's own

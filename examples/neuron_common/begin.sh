@@ -25,9 +25,11 @@ usage() {
   --simulate      do it here, on simulated NeuronCores, with the model that is shipped
   --hosts A,B     IP addresses of several hosts, the first one also for etcd and the proxy. Say the
                   same in every step, on every host; or export HOSTS=A,B. None: one host
-  --state FOLDER  where the steps remember what runs (default: ~/.neuron-di/tutorial-INSTANCE)
+  --state FOLDER  where the steps remember what runs (default: ~/.neuron-di/tutorial-INSTANCE,
+                  with -simulated behind it for --simulate)
 
-Settings stand in settings.sh; a variable of the environment goes before: TP=8 ./4-serve.sh
+Settings stand in settings.sh, and in ../neuron_common/defaults.sh those that are the same on every
+instance; a variable of the environment goes before: TP=8 ./4-serve.sh
 EOF
 }
 
@@ -59,11 +61,9 @@ fi
 
 [ -n "${STATE:-${HOME:-}}" ] || wrong_option "HOME is not set: say --state FOLDER"
 : "${STATE:=$HOME/.neuron-di/tutorial-$(basename "$FOLDER")${IS_SIMULATED:+-simulated}}"
-[ -n "$IS_DRY" ] || (umask 077 && mkdir -p "$STATE" && [ -w "$STATE" ]) ||
-    wrong_option "nothing can be written to $STATE: say --state FOLDER"
 
-for part in commands processes hosts shape \
-    launch install check serve request bench scale_out drain; do
+for part in commands settings_check processes hosts shape \
+    launch install check serve request bench bench_hosts scale_out drain; do
     # shellcheck source=/dev/null  # each is checked by itself
     . "$COMMON/$part.sh"
 done
@@ -73,6 +73,9 @@ done
 . "$COMMON/ports.sh"
 # shellcheck source=/dev/null
 . "$FOLDER/settings.sh"
-check_numbers
+. "$COMMON/defaults.sh"
 read_hosts
+check_settings
+[ -n "$IS_DRY" ] || (umask 077 && mkdir -p "$STATE" && [ -w "$STATE" ]) ||
+    wrong_option "nothing can be written to $STATE: say --state FOLDER"
 [ -z "$IS_SIMULATED" ] || enter_simulation

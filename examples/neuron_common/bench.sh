@@ -1,19 +1,11 @@
 # shellcheck shell=bash
-# Step 6. One host: a prefill and a decode worker beside one worker that does both, on as many
-# cores, at one time, in turns. Several hosts: what the proxy serves.
+# Step 6. Workers for one phase each beside workers that do both: on as many cores of the same
+# hosts, at one time, in turns.
 
 bench() {
     need_neuron_di
     alone
     if has_several_hosts; then bench_hosts; else bench_one_host; fi
-}
-
-bench_hosts() {
-    only_first_host
-    need_ready
-    # shellcheck disable=SC2086  # several words
-    run neuron-di bench --url "$URL" --name "${#WORKERS[@]} workers" $BENCH_LOAD \
-        --json "$STATE/bench.json"
 }
 
 # The pair has half of TP for each worker, so that both servers together have the cores of step 4's.
@@ -33,10 +25,8 @@ bench_one_host() {
     start_benched combined "$TP" "$TP" "$COMBINED_PORT" --combined
     until_up pair answers "$PAIR_PORT"
     until_up combined answers "$COMBINED_PORT"
-    # shellcheck disable=SC2086  # several words
-    run neuron-di bench --url "http://127.0.0.1:$PAIR_PORT" --name 1P1D \
-        --url "http://127.0.0.1:$COMBINED_PORT" --name combined $BENCH_LOAD \
-        --json "$STATE/bench.json"
+    run_bench --url "http://127.0.0.1:$PAIR_PORT" --name 1P1D \
+        --url "http://127.0.0.1:$COMBINED_PORT" --name combined
     stop pair
     stop combined
     [ ! -e "$STATE/serve_again" ] && [ -z "$IS_DRY" ] || serve_one_host
@@ -52,3 +42,8 @@ start_benched() {
 }
 
 answers() { curl --silent --fail --max-time 5 "http://127.0.0.1:$1/ready"; }
+
+run_bench() {
+    # shellcheck disable=SC2086  # several words
+    run neuron-di bench "$@" $BENCH_LOAD --json "$STATE/bench.json"
+}

@@ -14,15 +14,19 @@ check() {
     done
 }
 
-# doctor_of_host HOST ADDRESS: at the ports that steps 4 and 7 will use there
+# doctor_of_host HOST ADDRESS: at the ports that steps 4, 6 and 7 will use there
 doctor_of_host() {
-    local address=$2 line host slot offset listen=''
-    (($1 != 0)) || listen=$address:$PROXY_PORT,$address:$ETCD_PORT,127.0.0.1:$ETCD_PEER_PORT
-    for line in "${WORKERS[@]}" "${MORE_WORKERS[@]}"; do
+    local address=$2 line host slot offset place listen=''
+    if (($1 == 0)); then
+        listen=$address:$PROXY_PORT,$address:$ETCD_PORT
+        listen+=,127.0.0.1:$ETCD_PEER_PORT,127.0.0.1:$COMBINED_PORT
+    fi
+    for line in "${WORKERS[@]}" "${MORE_WORKERS[@]}" "${COMBINED_WORKERS[@]}"; do
         read -r _ _ host slot <<<"$line"
         ((host == $1)) || continue
         for offset in 0 1 2 3; do
-            listen+=${listen:+,}$address:$(worker_port "$slot" "$offset")
+            place=$address:$(worker_port "$slot" "$offset")
+            [[ ,$listen, == *,$place,* ]] || listen+=${listen:+,}$place # of steps 6 and 7
         done
     done
     run neuron-di doctor --device neuron --host "$address" --port 0 --listen "$listen"

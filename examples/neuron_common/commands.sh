@@ -33,14 +33,6 @@ need_setting() {
     fi
 }
 
-# need_number VARIABLE MIN MAX
-need_number() {
-    local plain='^(0|[1-9][0-9]{0,8})$'
-    if ! [[ ${!1} =~ $plain ]] || ((${!1} < $2 || ${!1} > $3)); then
-        wrong_option "$1=${!1} is no number from $2 to $3"
-    fi
-}
-
 # One word as a shell needs it: quoted where it must be, and only there.
 word() {
     local plain='^[A-Za-z0-9_./:=,@%+<>-]+$'

@@ -59,7 +59,8 @@ left_in_aws() {
     say "What AWS has of this tutorial, from where 1-launch.sh ran:"
     say "  aws ec2 terminate-instances --region $region --instance-ids $instances"
     say "  aws ec2 wait instance-terminated --region $region --instance-ids $instances"
-    say "  aws ec2 release-address --region $region --allocation-id …, for each Elastic IP"
+    ((NUM_EFA <= 1)) || # else the subnet gave the address, and takes it back
+        say "  aws ec2 release-address --region $region --allocation-id …, for each Elastic IP"
     say "  aws ec2 delete-placement-group --region $region --group-name $GROUP_NAME"
     say "  aws ec2 delete-security-group --region $region --group-id …, named $GROUP_NAME"
     say "To launch anew afterwards, forget these: rm -r $(word "$STATE"), there"

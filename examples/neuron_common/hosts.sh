@@ -65,7 +65,10 @@ only_first_host() {
 # The proxy answers that it has workers for both phases.
 is_ready() { curl --silent --fail --max-time 5 "$URL/ready" >/dev/null 2>&1; }
 
+is_served() { curl --silent --max-time 5 "$URL/live" >/dev/null 2>&1; }
+
 need_ready() {
-    [ -n "$IS_DRY" ] || until_succeeds 10 is_ready ||
+    # Who listens there may still wait for workers of other hosts; where nobody does, nobody will.
+    [ -n "$IS_DRY" ] || { until_succeeds 10 is_served && until_succeeds 120 is_ready; } ||
         missing "nothing serves at $URL" "4-serve.sh, on every host; neuron-di status --url $URL"
 }

@@ -4,23 +4,11 @@
 
 : "${PROXY_PORT:=8000}"      # clients, metrics, orders
 : "${PAIR_PORT:=8001}"       # step 6: a pair of workers …
-: "${COMBINED_PORT:=8002}"   # … beside one worker that does both
+: "${COMBINED_PORT:=8002}"   # … beside one that does both; several hosts: the proxy of those
 : "${ETCD_PORT:=2379}"       # first host: all workers and proxies
 : "${ETCD_PEER_PORT:=2380}"  # first host, loopback: other members, of which there is none
 : "${WORKER_PORT:=9000}"     # +0 its HTTP, +1 signals, +2 KV by tcp, +3 agreement on KV by nrt
 : "${BOOTSTRAP_PORT:=45645}" # Neuron's send and receive find each other; the same on all hosts
-
-# What cannot be a number of these is refused before anything is counted with it.
-check_numbers() {
-    local name
-    for name in TP NUM_CORES CONTEXT_TOKENS DECODE_BATCH COUNT READY_TIMEOUT_S STOP_TIMEOUT_S; do
-        need_number "$name" 1 9999999
-    done
-    for name in PROXY_PORT PAIR_PORT COMBINED_PORT ETCD_PORT ETCD_PEER_PORT BOOTSTRAP_PORT; do
-        need_number "$name" 0 65535
-    done
-    need_number WORKER_PORT 0 65000
-}
 
 # worker_port SLOT OFFSET
 worker_port() { echo $((WORKER_PORT + 10 * $1 + $2)); }

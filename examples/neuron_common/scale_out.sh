@@ -11,6 +11,7 @@ scale_out() {
 scale_out_hosts() {
     local index indexes
     indexes=$(hosts_here)
+    [ -n "$IS_DRY" ] || stop_combined_workers
     for index in $indexes; do
         say "on ${ADDRESSES[$index]}:"
         start_workers_of "$index" "${MORE_WORKERS[@]}"
@@ -39,9 +40,10 @@ scale_out_one_host() {
 
 # The proxy gives it requests once a small one went through each of its pairs.
 show_joined() {
-    [ -n "$IS_DRY" ] || until_succeeds 30 has_joined decode-1 ||
+    [ -n "$IS_DRY" ] || until_succeeds 120 has_joined decode-1 ||
         missing "the proxy does not list decode-1" "neuron-di status --url $URL says why"
     run neuron-di status --url "$URL"
 }
 
-has_joined() { neuron-di status --url "$URL" | grep "^$1 .* ready " >/dev/null; }
+# has_joined WORKER [URL]
+has_joined() { neuron-di status --url "${2:-$URL}" | grep "^$1 .* ready " >/dev/null; }

@@ -86,9 +86,10 @@ start_workers_of() {
 }
 
 start_worker() {
-    local name=$1 role=$2 address=$3 slot=$4 offset simulated=()
+    local name=$1 role=$2 address=$3 slot=$4 offset simulated=() apart=()
     shape "$TP"
     [ -z "$IS_SIMULATED" ] || simulated=(NRT_SIM_HOST="$address")
+    [ "$role" != both ] || apart=(--etcd-prefix "$COMBINED_PREFIX") # step 6
     pid_of "$name" >/dev/null || for offset in 0 1 2 3; do
         need_port "$address" "$(worker_port "$slot" "$offset")" WORKER_PORT
     done
@@ -99,7 +100,7 @@ start_worker() {
         --port "$(worker_port "$slot" 0)" --signal-port "$(worker_port "$slot" 1)" \
         --transfer-port "$(worker_port "$slot" 2)" \
         --nrt-control-port "$(worker_port "$slot" 3)" \
-        --etcd "${ADDRESSES[0]}:$ETCD_PORT"
+        --etcd "${ADDRESSES[0]}:$ETCD_PORT" "${apart[@]}"
 }
 
 until_workers_up() {

@@ -14,6 +14,7 @@
 : "${STOP_TIMEOUT_S:=30}"
 : "${BENCH_LOAD:=--requests 4 --warmup 1 --slices 2 --input-tokens 32 --output-tokens 8}"
 : "${PORT_BASE:=21000}"
+need_number PORT_BASE 1 65000 # it is counted with here
 : "${PROXY_PORT:=$PORT_BASE}"
 : "${PAIR_PORT:=$((PORT_BASE + 1))}"
 : "${COMBINED_PORT:=$((PORT_BASE + 2))}"

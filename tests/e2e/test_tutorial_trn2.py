@@ -1,30 +1,28 @@
 """The trn2 tutorial as its page has it, on a simulated trn2.48xlarge with its logical cores.
 
-So far this has run on a simulator of libnrt only. Two hosts, and step 6, are the same scripts as
-trn1's, where they run.
+So far this has run on a simulator of libnrt only.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from neuron_kit import has_compiler
-from tutorial_stage import Stage, stage
+from tutorial_stage import (
+    MARKS,
+    Stage,
+    needs_etcd,
+    serve_two_hosts,
+    stage,
+    use_one_host,
+    use_two_hosts,
+)
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(not has_compiler(), reason="the simulator is built by a C compiler"),
-]
-
-
-@pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("artifacts")
+pytestmark = MARKS
 
 
 @pytest.fixture
-def trn2(tmp_path: Path, artifacts: Path) -> Iterator[Stage]:
-    with stage("trn2", tmp_path, artifacts) as made:
+def trn2(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with stage("trn2", tmp_path, tmp_path_factory) as made:
         yield made
 
 
@@ -33,14 +31,11 @@ def test_one_host_hands_over_from_device_to_device(trn2: Stage) -> None:
     assert "64 NeuronCores" in trn2.do("2-check", NEURON_DI_ONLY="neuron")
     trn2.do("3-compile")
     trn2.do("4-serve")
-    asked = trn2.do("5-request")
-    assert "data: [DONE]" in asked
-    assert "computed by prefill-0, then decode-0" in asked
-    assert "its KV went by the engine nrt (" in asked
-    grown = trn2.do("7-scale-out")
-    assert "NEURON_RT_VISIBLE_CORES=4-5" in grown
-    for worker in ("decode-0", "decode-1"):
-        assert f"{worker} takes KV from prefill-0 by nrt" in grown
-    drained = trn2.do("8-drain")
-    assert "decode-1 has ended: 0 requests finished, none failed" in drained
-    assert trn2.pids() == {}
+    use_one_host(trn2, "nrt")
+
+
+@needs_etcd
+def test_two_hosts_hand_over_from_device_to_device(trn2: Stage) -> None:
+    served = serve_two_hosts(trn2)
+    assert served.count("NEURON_RT_ASYNC_SENDRECV_EXPERIMENTAL_ENABLED=1") == 2
+    use_two_hosts(trn2, "nrt")

@@ -106,9 +106,9 @@ def walk(document: Any) -> Iterator[tuple[str, Any]]:
 
 @cache
 def settings(tutorial: str) -> dict[str, str]:
-    """Variables of a tutorial's settings.sh, and the ports, as bash sets them; not simulated."""
+    """Settings of a tutorial, and the ports, as bash sets them; not simulated."""
     script = (
-        'HOSTS= IS_SIMULATED=; . "$1/ports.sh"; . "$2/settings.sh"; '
+        'HOSTS= IS_SIMULATED=; . "$1/ports.sh"; . "$2/settings.sh"; . "$1/defaults.sh"; '
         "set -o posix; set | grep -E '^[A-Z_]+='"
     )
     done = subprocess.run(

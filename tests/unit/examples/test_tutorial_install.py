@@ -3,13 +3,12 @@
 AWS's packages and pip are stand-ins here: what pip would install says what it finds.
 """
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tutorial_kit import EXAMPLES, run_step
+from tutorial_kit import EXAMPLES, copied, run_step
 
 # Answers what the step asks of it, and makes an environment whose pip makes a neuron-di.
 PYTHON = """#!/bin/bash
@@ -49,10 +48,7 @@ def make_sdk(folder: Path) -> Path:
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Path:
-    """The trn1 tutorial, alone in the world."""
-    for name in ("neuron_common", "trn1"):
-        shutil.copytree(EXAMPLES / name, tmp_path / "root/examples" / name)
-    return tmp_path / "root/examples/trn1"
+    return copied("trn1", tmp_path / "root")
 
 
 def run(steps: Path, name: str, sdk: Path) -> str:

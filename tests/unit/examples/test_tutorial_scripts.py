@@ -14,6 +14,7 @@ import pytest
 from tutorial_kit import (
     EXAMPLES,
     HOSTS,
+    copied,
     neuron_di_words,
     real_parser,
     run_step,
@@ -98,19 +99,6 @@ def test_wrong_options_are_refused(options: list[str], says: str, tmp_path: Path
     assert says in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("TP", "abc"), ("TP", "08"), ("TP", "0"), ("PROXY_PORT", "99999"), ("WORKER_PORT", "x")],
-)
-def test_settings_that_are_no_such_numbers_are_refused(
-    name: str, value: str, tmp_path: Path
-) -> None:
-    environ = {"STATE": str(tmp_path), name: value}
-    ended = run_step(TRN1 / "4-serve.sh", "--dry-run", environ=environ)
-    assert ended.returncode == 2
-    assert f"4-serve.sh: {name}={value} is no number from " in ended.stderr
-
-
 def test_a_step_is_found_by_a_link_and_whatever_CDPATH_says(tmp_path: Path) -> None:
     (tmp_path / "step").symlink_to(TRN1 / "4-serve.sh")
     ended = run_step(tmp_path / "step", "--dry-run", environ={"CDPATH": "/:.", "HOME": "/none"})
@@ -143,7 +131,7 @@ def test_what_is_missing_is_said_with_its_mend(tmp_path: Path) -> None:
 
 def test_a_missing_program_is_said_with_its_mend(tmp_path: Path) -> None:
     """In a copy of the examples: there is no environment beside it in which neuron-di could be."""
-    copy = _copy(tmp_path)
+    copy = copied("trn1", tmp_path)
     state = {"STATE": str(tmp_path / "state"), "HOME": str(tmp_path)}
     for step, hosts, program in [
         ("2-check.sh", "", "neuron-di"),
@@ -163,7 +151,7 @@ def test_a_missing_program_is_said_with_its_mend(tmp_path: Path) -> None:
 def test_what_install_needs_is_said_with_its_mend(tmp_path: Path) -> None:
     sdk = tmp_path / "sdk"
     environ = {"STATE": str(tmp_path / "state"), "SDK_ENVIRONMENT": str(sdk)}
-    copy = _copy(tmp_path)
+    copy = copied("trn1", tmp_path)
     ended = run_step(copy / "install.sh", environ=environ)
     assert ended.returncode == 2
     assert f"there is no {sdk}\n  mend: SDK_ENVIRONMENT=" in ended.stderr
@@ -236,10 +224,3 @@ def _tools(folder: Path, **programs: str) -> str:
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
     return str(folder)
-
-
-def _copy(folder: Path) -> Path:
-    """The trn1 tutorial, alone in the world."""
-    shutil.copytree(EXAMPLES / "neuron_common", folder / "examples/neuron_common")
-    shutil.copytree(TRN1, folder / "examples/trn1")
-    return folder / "examples/trn1"

@@ -2,7 +2,6 @@
 of the CUDA runtime."""
 
 import os
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from neuron_di_bindings.cuda_runtime import PATH_VARIABLE
 IS_SIMULATED = not torch.cuda.is_available()
 if IS_SIMULATED:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-
-if find_spec("triton") is None:
-    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)

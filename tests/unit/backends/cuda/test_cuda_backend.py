@@ -4,6 +4,9 @@ So far this has run in Triton's interpreter and on a simulator of the CUDA runti
 """
 
 import pytest
+
+pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+
 import torch
 from backend_kit import decode, make_request, opened, prefill, random_prompt
 from cuda_backend_kit import NUM_BLOCKS, opened_cuda, pool_of

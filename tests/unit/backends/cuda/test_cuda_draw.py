@@ -1,6 +1,9 @@
 """Tokens that the device chooses are those that the host would, and it knows which to leave."""
 
 import pytest
+
+pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+
 import torch
 from backend_kit import make_request
 from cuda_backend_kit import IS_GPU

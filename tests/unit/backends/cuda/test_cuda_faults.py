@@ -1,6 +1,9 @@
 """What a GPU's errors cost: a step, or the process. They are torch's own, raised by hand."""
 
 import pytest
+
+pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+
 import torch
 from backend_kit import decode, make_request, prefill, random_prompt
 from cuda_backend_kit import NUM_BLOCKS, opened_cuda

@@ -1,6 +1,9 @@
 """Buckets, and what of a step is copied to the device. No graph is captured without a GPU."""
 
 import pytest
+
+pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+
 import torch
 from backend_kit import decode, make_request, prefill, random_prompt
 from cuda_backend_kit import opened_cuda

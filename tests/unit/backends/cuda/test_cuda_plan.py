@@ -4,13 +4,16 @@ So far this has run in Triton's interpreter and on a simulator of the CUDA runti
 is too old, and PyTorch that finds none, are played by replacing what PyTorch says of them.
 """
 
+import pytest
+
+pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
 
-import pytest
 import torch
 from contract.fake_cuda import Steering
 from cuda_backend_kit import BLOCK_SIZE, IS_GPU, engine_options

@@ -1,6 +1,7 @@
-"""The pages of the inf2 and trn2 tutorials say what there is: steps, cores, ports, arithmetic."""
+"""The pages of the Neuron tutorials say what there is: steps, cores, ports, arithmetic."""
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from manifest_kit import settings
 from tutorial_kit import (
     EXAMPLES,
     HOSTS,
+    check_aws,
     neuron_di_words,
     page_commands,
     real_parser,
@@ -17,12 +19,15 @@ from tutorial_kit import (
     steps_of,
 )
 
-TUTORIALS = ("inf2", "trn2")
+TUTORIALS = ("trn1", "inf2", "trn2")
 COMMON = EXAMPLES / "neuron_common"
 PAGES = [
     *(EXAMPLES / name / "README.md" for name in TUTORIALS),
     *(COMMON / name / "README.md" for name in ("systemd", "kubernetes", "container")),
 ]
+WITH_HOSTS = ("--hosts", HOSTS)
+SERVING = ("4-serve", "6-bench", "7-scale-out")
+OF_THE_KERNELS_CHOICE = {40001}  # the address of a registry, in dry runs
 tutorials = pytest.mark.parametrize("tutorial", TUTORIALS)
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 
@@ -41,6 +46,7 @@ def test_the_steps_are_those_of_every_tutorial(tutorial: str) -> None:
         same = EXAMPLES / "trn1" / step.name
         assert step.read_bytes() == same.read_bytes()
         assert step.stat().st_mode & 0o111
+        assert "set -euo pipefail" in step.read_text(encoding="utf-8")
 
 
 @tutorials
@@ -91,10 +97,14 @@ def test_one_host_has_the_cores_that_the_page_names(tutorial: str) -> None:
     shown = shown_commands(run_step(EXAMPLES / tutorial / "4-serve.sh", "--dry-run").stdout)
     (words,) = (each for each in shown if "serve" in each)
     assert f"NEURON_RT_VISIBLE_CORES=0-{2 * tp - 1}" in words
-    kind = "NeuronCores" if tutorial == "inf2" else "logical cores"
+    kind = "logical cores" if tutorial == "trn2" else "NeuronCores"
     assert f"prefill on {kind} 0-{tp - 1}, decode on {tp}-{2 * tp - 1}" in text
+    bench = shown_commands(run_step(EXAMPLES / tutorial / "6-bench.sh", "--dry-run").stdout)
+    cores = [each[1].partition("=")[2] for each in bench if each[0] == "env"]
+    assert cores == [f"0-{tp - 1}", f"{tp}-{2 * tp - 1}", f"0-{2 * tp - 1}"]
+    assert re.search(rf"on {cores[0]}, and one\s+worker that does both on {cores[1]}", text)
     # A third worker: where the instance has cores left, else with the TP that the page names.
-    other = {} if 3 * tp <= num_cores else {"TP": re.findall(r"export TP=(\d+)", text)[0]}
+    other = {} if 3 * tp <= num_cores else {"TP": re.findall(r"export\s+TP=(\d+)", text)[0]}
     step = EXAMPLES / tutorial / "7-scale-out.sh"
     if other:
         assert run_step(step, "--dry-run").returncode == 2
@@ -107,13 +117,13 @@ def test_one_host_has_the_cores_that_the_page_names(tutorial: str) -> None:
 @tutorials
 def test_the_table_of_two_hosts_is_that_of_the_settings(tutorial: str) -> None:
     rows = re.findall(
-        r"^\| (10\.1\.0\.\d+) \|(?: ([\d-]+))? \| (.*?)(?:, by step 7)? \|$",
+        r"^\| (10\.1\.0\.\d+) \|(?: ([\d-]+))? \| (.*?)(?:, (?:by step 7|during step 6))? \|$",
         text_of(tutorial),
         re.MULTILINE,
     )
     assert rows.pop(0) == ("10.1.0.11", "", "etcd, proxy")
     found = []
-    for step in ("4-serve.sh", "7-scale-out.sh"):
+    for step in ("4-serve.sh", "6-bench.sh", "7-scale-out.sh"):
         output = run_step(EXAMPLES / tutorial / step, "--dry-run", "--hosts", HOSTS).stdout
         for words in shown_commands(output):
             if "--worker-id" in words:
@@ -135,9 +145,10 @@ def test_ports_of_the_page_are_all_that_the_steps_use(tutorial: str) -> None:
     listed |= {int(port) for *_, who in rows for port in re.findall(r"\b90\d\d\b", who)}
     used = set()
     for step in steps_of(tutorial):
-        options = [] if "bench" in step.name else ["--hosts", HOSTS]
-        shown = run_step(step, "--dry-run", *options).stdout
+        # One host's step 6 has a port that several hosts' has not.
+        shown = "".join(run_step(step, "--dry-run", *hosts).stdout for hosts in ([], WITH_HOSTS))
         used |= {int(port) for port in re.findall(r"(?::|PORT=|port )(\d{4,5})\b", shown)}
+    used -= OF_THE_KERNELS_CHOICE
     assert used == listed
     # Nothing goes by Neuron's send and receive where there is no EFA.
     assert (45645 in listed) is (int(chosen["NUM_EFA"]) > 0)
@@ -155,7 +166,7 @@ def test_an_instance_without_efa_gets_one_interface_and_others_all(tmp_path: Pat
 
 
 # Layers, KV heads, dims of each, as the models' configurations have them.
-SHAPES = {"inf2": (36, 8, 128), "trn2": (64, 8, 128)}
+SHAPES = {"trn1": (36, 8, 128), "inf2": (36, 8, 128), "trn2": (64, 8, 128)}
 
 
 def kv_bytes(tutorial: str) -> int:
@@ -189,9 +200,10 @@ def test_what_a_token_costs_between_two_inf2_is_right() -> None:
     )
 
 
-def test_what_a_prompt_costs_on_trn2_is_right() -> None:
-    text, num_bytes = text_of("trn2"), kv_bytes("trn2")
-    assert f"{num_bytes:,} bytes\na token" in text
+@pytest.mark.parametrize("tutorial", ["trn1", "trn2"])
+def test_what_a_prompt_costs_between_hosts_is_right(tutorial: str) -> None:
+    text, num_bytes = " ".join(text_of(tutorial).split()), kv_bytes(tutorial)
+    assert f"{num_bytes:,} bytes a token" in text
     assert f"{num_bytes * 1024 / 1e6:.0f} MB for a prompt of 1,024" in text
     two, ten = (num_bytes * 1024 * 8 / (n * 10e9) * 1e3 for n in (2, 10))
     assert f"take {two:.0f} ms for it, ten {ten:.0f} ms" in text
@@ -249,7 +261,7 @@ def test_whoever_makes_users_is_told_of_etcdctl(name: str, tmp_path: Path) -> No
     assert "sudo apt-get install etcd-client" in done.stderr
 
 
-@pytest.mark.parametrize("tutorial", ["trn1", *TUTORIALS])
+@tutorials
 def test_instances_are_gone_before_their_groups_are_deleted(tutorial: str) -> None:
     orders = [w for w in page_commands(EXAMPLES / tutorial / "README.md") if w[0] == "aws"]
     verbs = [words[2] for words in orders]
@@ -260,17 +272,42 @@ def test_instances_are_gone_before_their_groups_are_deleted(tutorial: str) -> No
     assert all("--region" in words for words in orders)
     has_addresses = int(settings(tutorial)["NUM_EFA"]) > 1
     assert ("release-address" in verbs) is has_addresses
+    # The last step says the same, in the same order.
+    said = run_step(EXAMPLES / tutorial / "8-drain.sh", "--dry-run").stdout
+    assert re.findall(r"^  aws ec2 ([a-z-]+)", said, re.MULTILINE) == verbs[gone - 1 :]
 
 
-@pytest.mark.parametrize("tutorial", ["trn1", *TUTORIALS])
+@tutorials
 def test_the_second_step_looks_at_the_ports_that_the_others_take(tutorial: str) -> None:
     def ports(step: str, *options: str) -> set[int]:
         shown = run_step(EXAMPLES / tutorial / step, "--dry-run", *options, environ={"TP": "4"})
         assert shown.returncode == 0, shown.stderr
         return {int(port) for port in re.findall(r"(?::|port )(\d{4,5})\b", shown.stdout)}
 
-    registry = {40001}  # of the kernel's choice
-    one = ports("4-serve.sh") | ports("6-bench.sh") | ports("7-scale-out.sh") - registry
+    one = (
+        ports("4-serve.sh") | ports("6-bench.sh") | ports("7-scale-out.sh") - OF_THE_KERNELS_CHOICE
+    )
     assert ports("2-check.sh") == one
-    two = ports("4-serve.sh", "--hosts", HOSTS) | ports("7-scale-out.sh", "--hosts", HOSTS)
-    assert ports("2-check.sh", "--hosts", HOSTS) == two
+    two = set[int]().union(*(ports(f"{step}.sh", *WITH_HOSTS) for step in SERVING))
+    assert ports("2-check.sh", *WITH_HOSTS) == two
+
+
+def test_awss_own_command_line_takes_the_orders_of_the_page() -> None:
+    if shutil.which("aws") is None:
+        pytest.skip("aws is not installed")
+    orders = {
+        words[2]: words for words in page_commands(EXAMPLES / "trn1/README.md") if words[0] == "aws"
+    }
+    assert len(orders) == 8
+    for verb in ("describe-instances", "associate-address", "wait", "delete-security-group"):
+        checked = check_aws([word.replace("$", "") for word in orders[verb]])
+        assert checked.returncode == 0, checked.stderr
+
+
+def test_the_files_stay_small() -> None:
+    files = [*(EXAMPLES / "trn1").glob("*.sh"), *(EXAMPLES / "neuron_common").glob("*.sh")]
+    assert len(files) > 20
+    for path in files:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 160, path.name
+        assert max(map(len, lines)) <= 100, path.name
