@@ -184,6 +184,7 @@ class CudaBackend:
     @torch.inference_mode()
     def _bind_pool(self) -> None:
         """Make what computes: it knows where the weights and the pool lie."""
+        from neuron_di.backends.cuda_draw import warm_up
         from neuron_di.backends.cuda_graphs import DecodeSteps
         from neuron_di.backends.cuda_model import CudaModel
 
@@ -213,7 +214,9 @@ class CudaBackend:
             has_graphs=plan.has_graphs,
         )
         # Kernels are compiled before the worker says that it is ready. Block 0 is nobody's yet.
-        self._model.run_chunk([0, 0], start=0, block_ids=[0], with_logits=True)
+        logits_V = self._model.run_chunk([0, 0], start=0, block_ids=[0], with_logits=True)
+        assert logits_V is not None, "they were asked for"
+        warm_up(logits_V[None])
         device.synchronize()
         self._has_pool = True
 

@@ -38,6 +38,14 @@ def draw(logits_BV: Tensor, requests: Sequence[Request]) -> list[int | None]:
     return tokens
 
 
+def warm_up(logits_BV: Tensor) -> None:
+    """Have the kernels of a draw compiled."""
+    rules = DrawRules.allocate(len(logits_BV), "cpu")
+    rules.temperature_B.fill_(1.0)
+    choose(logits_BV, rules.to(logits_BV.device))
+    choose_greedy(logits_BV)
+
+
 def _needs_a_draw_only(request: Request) -> bool:
     params = request.sampling
     return (
