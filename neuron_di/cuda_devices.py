@@ -47,9 +47,10 @@ def share_devices(
 
 def _number(text: str, num_devices: int) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) < num_devices):
+        shown = "GPU 0" if num_devices == 1 else f"GPUs 0 to {num_devices - 1}"
         raise ConfigError(
-            f"--cuda-devices {text}: this machine shows {num_devices} GPUs, numbered from 0 in the "
-            "order of CUDA_VISIBLE_DEVICES",
+            f"--cuda-devices {text}: this machine shows {shown}, in the order of "
+            "CUDA_VISIBLE_DEVICES",
             param="cuda_devices",
         )
     return int(text)

@@ -88,6 +88,27 @@ async def test_a_killed_decode_worker(host: GpuHost, expected: list[str]) -> Non
         await check(client, expected, "cuda_ipc")
 
 
+async def test_a_device_that_fails_in_a_step(
+    host: GpuHost, expected: list[str], tmp_path: Path
+) -> None:
+    """The worker says so and ends, is started again, and its answers go on elsewhere."""
+    broken = tmp_path / "broken"
+    async with host.with_(FAKE_CUDA_BREAK=str(broken)).serving("--decode=2") as serving:
+        client = serving.client
+        await client.until_idle()
+        asking = [
+            asyncio.create_task(client.ask(prompt, max_tokens=NUM_TOKENS, ignore_eos=True))
+            for prompt in PROMPTS
+        ]
+        await until_decoding(client)
+        broken.with_suffix(f".{serving.pids['decode-0']}").touch()
+        assert [(await answer).text for answer in asking] == expected
+        await said(serving.process, "event=engine_failed")
+        await said(serving.process, "^decode-0 ended by itself.*; starting it again")
+        await said(serving.process, "^decode-0 is back")
+        await check(client, expected, "cuda_ipc")
+
+
 async def until_decoding(client: Client) -> None:
     """The first decode worker has a request."""
 
