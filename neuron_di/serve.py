@@ -150,11 +150,23 @@ class Fleet:
         deadline = Deadline.after(self._worker_start_timeout_s)
         try:
             async with asyncio.TaskGroup() as group:
-                for worker in self._workers:
-                    group.create_task(worker.start(deadline, self._on_report))
+                for workers in self._started_together():
+                    group.create_task(self._start_in_turn(workers, deadline))
         except* NeuronDiError as failures:
             raise failures.exceptions[0] from None  # one worker's reason says it all
         await self._reachable(Deadline.after(PROXY_START_TIMEOUT_S))
+
+    def _started_together(self) -> list[list[Child]]:
+        """Groups of workers, each of which starts by itself. Those on one GPU are a group: one
+        counts the memory that is free there when the one before it has taken its part."""
+        by_gpu: dict[int | str, list[Child]] = {}
+        for worker in self._workers:
+            by_gpu.setdefault(self._gpus.get(worker.name, worker.name), []).append(worker)
+        return list(by_gpu.values())
+
+    async def _start_in_turn(self, workers: list[Child], deadline: Deadline) -> None:
+        for worker in workers:
+            await worker.start(deadline, self._on_report)
 
     @property
     def _worker_start_timeout_s(self) -> float:

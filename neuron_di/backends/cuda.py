@@ -77,7 +77,7 @@ class CudaBackend:
                 )
                 self._bind_pool()
             except BaseException:
-                self._blocks.close()
+                self._drop_pool()
                 raise
         _log.info(
             "cuda_loaded",
@@ -149,11 +149,11 @@ class CudaBackend:
         if self._has_pool:
             # Graphs and model know the pool by address only: they go first.
             self._has_pool = False
-            self.quiesce([])
-            with contextlib.suppress(CudaError):  # of a device that is lost
-                self._steps.close()
-            del self._steps, self._model
-            self._blocks.close()
+            try:
+                self._device.synchronize()
+            except Exception as error:  # nothing runs on a device that is lost
+                _log.warning("cuda_pool_closed_after_loss", reason=first_line(error))
+            self._drop_pool()
 
     def open_pool(self, num_blocks: int, incarnation: Incarnation) -> None:
         if self._blocks.lost is not None:
@@ -164,7 +164,7 @@ class CudaBackend:
             try:
                 self._bind_pool()
             except BaseException:
-                self._blocks.close()
+                self._drop_pool()
                 raise
 
     def close(self) -> None:
@@ -180,6 +180,17 @@ class CudaBackend:
             device=self._device.index,
         )
         self.pool: KvPool = self._blocks
+
+    def _drop_pool(self) -> None:
+        """With all that knows it, and the memory that torch keeps for that."""
+        if (steps := self.__dict__.pop("_steps", None)) is not None:
+            with contextlib.suppress(CudaError):  # of a device that is lost
+                steps.close()
+        del steps
+        self.__dict__.pop("_model", None)
+        self._blocks.close()
+        if not self._device.is_interpreted and self._blocks.lost is None:
+            torch.cuda.empty_cache()  # the next pool is not torch's to make room for
 
     @torch.inference_mode()
     def _bind_pool(self) -> None:

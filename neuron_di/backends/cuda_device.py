@@ -8,7 +8,11 @@ So far this has run in that way only.
 
 import contextlib
 import ctypes
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +61,7 @@ class CudaDevice:
             )
         if not is_interpreted:
             _check_torch()
+            _check_compiler()
             capability = torch.cuda.get_device_capability(index)
             if capability < CAPABILITY_MIN:
                 raise ConfigError(
@@ -134,6 +139,18 @@ def _check_torch() -> None:
         raise ConfigError(
             f"PyTorch {torch.__version__} finds no NVIDIA GPU: nvidia-smi says whether the driver "
             f"works, and whether it is recent enough for CUDA {torch.version.cuda}"
+        )
+
+
+def _check_compiler() -> None:
+    """Triton builds what launches its kernels with it, when the first one is."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not compiler or not header.is_file():
+        lacks = f"Python's headers ({header})" if compiler else "a C compiler (gcc or clang)"
+        raise ConfigError(
+            f"--device cuda needs {lacks}, by which Triton builds what launches its kernels: "
+            "apt install gcc python3-dev, or what your system calls them"
         )
 
 

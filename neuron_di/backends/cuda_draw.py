@@ -6,9 +6,9 @@ back until `min_tokens`, logprobs, and logits that are of no use.
 So far this has run in Triton's interpreter only.
 """
 
+import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from neuron_di.request import Request, uniform
 from neuron_di.request.sampling import TEMPERATURE_MIN
 
 _UNUSABLE = -1
+_INT32_MAX = 2**31 - 1
 
 
 def draw(logits_BV: Tensor, requests: Sequence[Request]) -> list[int | None]:
@@ -59,15 +60,25 @@ def _needs_a_draw_only(request: Request) -> bool:
 
 
 def _rules_of(requests: Sequence[Request], device: torch.device) -> DrawRules:
-    rules = DrawRules.allocate(len(requests), "cpu")
-    for row, request in enumerate(requests):
-        params = request.sampling
-        if params.temperature < TEMPERATURE_MIN:
-            continue  # greedy, as it is allocated
-        rules.temperature_B[row] = params.temperature
-        rules.top_k_B[row] = max(0, params.top_k)
-        rules.top_p_B[row] = params.top_p
-        if params.min_p > 0.0:
-            rules.log_min_p_B[row] = float(np.log(params.min_p))
-        rules.uniform_B[row] = uniform(params.seed, len(request.generated))
-    return rules.to(device)
+    drawn = [_rule_of(request) for request in requests]
+    temperature, top_k, top_p, log_min_p, number = zip(*drawn, strict=True)
+    return DrawRules(
+        temperature_B=torch.tensor(temperature, dtype=torch.float32),
+        top_k_B=torch.tensor(top_k, dtype=torch.int32),
+        top_p_B=torch.tensor(top_p, dtype=torch.float64),
+        log_min_p_B=torch.tensor(log_min_p, dtype=torch.float32),
+        uniform_B=torch.tensor(number, dtype=torch.float64),
+    ).to(device)
+
+
+def _rule_of(request: Request) -> tuple[float, int, float, float, float]:
+    params = request.sampling
+    if params.temperature < TEMPERATURE_MIN:
+        return 0.0, 0, 1.0, -math.inf, 0.0
+    return (
+        params.temperature,
+        min(max(0, params.top_k), _INT32_MAX),  # no vocabulary is larger
+        params.top_p,
+        math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+        uniform(params.seed, len(request.generated)),
+    )

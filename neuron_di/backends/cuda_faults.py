@@ -9,7 +9,10 @@ from neuron_di_bindings.cuda_runtime import CudaError
 _CODES_OF_A_CALL = (1, 2)
 # How the libraries begin what CUDA told them: torch, with cuBLAS's errors too, and Triton.
 _PREFIXES = ("CUDA error: ", "Triton Error [CUDA]: ")
-_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# A cuBLAS handle that finds no memory says that it was not initialised.
+_OUT_OF_MEMORY = (
+    *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"),
+)
 
 
 def lost_by(error: BaseException) -> BackendLost | None:

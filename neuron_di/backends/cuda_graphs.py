@@ -52,8 +52,9 @@ class DecodeSteps:
         self._number_2B = torch.zeros(2, rows_max, dtype=torch.int32, device=on_device)
         self._table_BN = torch.zeros(rows_max, blocks_max, dtype=torch.int32, device=on_device)
         self._host_number_2B = device.pinned(2, rows_max)
+        self._host_table_BN = device.pinned(rows_max, blocks_max)
         with device.runtime.on_device(device.index):
-            self._copied = device.runtime.create_event()  # the numbers of the last step
+            self._copied = device.runtime.create_event()  # the inputs of the last step
         self._tables: list[list[int]] = [[] for _ in range(rows_max)]  # as they are on the device
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         if has_graphs and not device.is_interpreted:
@@ -71,9 +72,9 @@ class DecodeSteps:
         numbers[0, num_rows:bucket] = 0
         numbers[1, num_rows:bucket] = _FILLER
         self._number_2B.copy_(numbers, non_blocking=True)
-        self._device.runtime.record(self._copied, self._device.stream)
         for row, request in enumerate(requests):
             self._place(row, request.block_ids)
+        self._device.runtime.record(self._copied, self._device.stream)
         if bucket in self._graphs:
             graph, logits_BV = self._graphs[bucket]
             graph.replay()
@@ -83,14 +84,17 @@ class DecodeSteps:
 
     def close(self) -> None:
         """After the last step is done. The graphs go with the object."""
-        self._device.runtime.destroy_event(self._copied)
+        runtime = self._device.runtime
+        with runtime.on_device(self._device.index):
+            runtime.destroy_event(self._copied)
 
     def _place(self, row: int, block_ids: Sequence[int]) -> None:
         """A request's blocks rarely change, so its row of the table is rarely copied."""
         if self._tables[row] != block_ids:
+            host_N = self._host_table_BN[row, : len(block_ids)]
+            host_N.copy_(torch.tensor(block_ids, dtype=torch.int32))
+            self._table_BN[row, : len(block_ids)].copy_(host_N, non_blocking=True)
             self._tables[row] = list(block_ids)
-            blocks_N = torch.tensor(self._tables[row], dtype=torch.int32)
-            self._table_BN[row, : len(block_ids)].copy_(blocks_N)
 
     def _launch(self, bucket: int) -> Tensor:
         numbers = self._number_2B

@@ -148,11 +148,15 @@ class DeviceCopies:
 
     def _wait_for(self, half: int) -> None:
         deadline, delay_s = Deadline.after(TIMEOUT_S), _POLL_S_MIN
-        while not self._runtime.is_done(self._done[half]):
+        while not self._is_done(half):
             if deadline.has_passed():
                 raise TimeoutError("the GPU does not answer")
             self._never.wait(delay_s)
             delay_s = min(2 * delay_s, _POLL_S_MAX)
+
+    def _is_done(self, half: int) -> bool:
+        with self._runtime.on_device(self._device):
+            return self._runtime.is_done(self._done[half])
 
     @contextlib.contextmanager
     def _taken(self) -> Iterator[None]:
@@ -169,7 +173,7 @@ class DeviceCopies:
         try:
             yield
         except CudaError:  # some may have been launched that no event knows of
-            with contextlib.suppress(CudaError):
+            with contextlib.suppress(CudaError), self._runtime.on_device(self._device):
                 self._runtime.synchronize(self._stream)
             raise
         except TimeoutError:

@@ -157,8 +157,8 @@ class CudaIpcEngine:
         for thread in ending:
             thread.join()
         for address in pinned:
-            with contextlib.suppress(CudaError):  # the device has failed
-                self._runtime.unpin(address)
+            with contextlib.suppress(CudaError), self._runtime.on_device(self._pool.device):
+                self._runtime.unpin(address)  # fails where the device has failed
 
     def _end(self, reader: CudaReader) -> None:
         self._ending = [one for one in self._ending if one.is_alive()] + [reader.end()]

@@ -28,6 +28,8 @@ Pointers = NDArray[np.uint64]
 _KINDS: tuple[MemoryKind, ...] = ("unregistered", "host", "device", "managed")
 _HANDLE_BYTES = 64
 _NOT_READY = 600
+# cudaErrorCallRequiresNewerDriver, SymbolNotFound, NotSupported: a driver older than the library.
+_NO_BATCH = (36, 500, 801)
 _COPY_DEFAULT = 4  # the direction follows from the addresses
 _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING, _EVENT_INTERPROCESS = 1, 2, 4
@@ -115,15 +117,14 @@ class CudaRuntime:
 
     @contextlib.contextmanager
     def on_device(self, device: int) -> Iterator[None]:
-        """The calling thread's current device is another within the block."""
-        before = self._number("cudaGetDevice")
-        if before != device:
+        """The calling thread's current device is this one, within the block and after it.
+
+        The former one is not restored: on a fresh thread that is device 0, and making it current
+        would set up a context there, of hundreds of megabytes.
+        """
+        if self._number("cudaGetDevice") != device:
             self.set_device(device)
-        try:
-            yield
-        finally:
-            if before != device:
-                self.set_device(before)
+        yield
 
     def device_uuid(self, device: int) -> bytes:
         """16 bytes, the same for every process. Of a MIG instance as CUDA has them."""
@@ -220,14 +221,16 @@ class CudaRuntime:
         The arrays stay as they are until the stream has come past it. After a CudaError some of
         the copies may be on their way.
         """
+        if not len(lengths):
+            return
         if is_batched and self._has_batch:
             try:
                 self._copy_batch(destinations, sources, lengths, stream)
-            except CudaError:
-                # A driver that is older than the library. If it was anything else, it shows again;
-                # what is copied twice is copied in the stream's order.
+            except CudaError as error:
+                # If it is more than the driver's age, it shows again; what is copied twice is
+                # copied in the stream's order.
                 self._copy_each(destinations, sources, lengths, stream)
-                self._has_batch = False
+                self._has_batch = error.code not in _NO_BATCH
             return
         self._copy_each(destinations, sources, lengths, stream)
 

@@ -53,8 +53,9 @@ def opened_cuda(
     )
     assert isinstance(backend, CudaBackend)
     try:
-        pool_of(backend).fill_(float("nan"))
-        yield backend
+        with backend._device.computing():  # what the test reads comes after what was launched
+            pool_of(backend).fill_(float("nan"))
+            yield backend
     finally:
         backend.close()
 

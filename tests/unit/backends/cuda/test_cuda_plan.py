@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: m
 import os
 import subprocess
 import sys
+import sysconfig
 from dataclasses import replace
 from importlib import import_module
 
@@ -134,9 +135,22 @@ def test_a_gpu_that_is_too_old(llama_folder, compiled, monkeypatch):
     assert "needs 8.0" in message
 
 
+@needs_simulator
+def test_what_triton_builds_its_launchers_with(llama_folder, compiled, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "a C compiler" in refusal(llama_folder).message
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert "Python's headers" in refusal(llama_folder).message
+
+
 def test_a_machine_without_triton(llama_folder):
     script = f"""
 import sys
+import sysconfig
 sys.modules["triton"] = None  # importing it fails
 from pathlib import Path
 from neuron_di.backends import plan_device
