@@ -47,6 +47,7 @@ CHECKS = (
     Check("cuda", "cuda", 60),
     Check("neuron", "neuron_devices", 60),
     Check("neuron", "neuron_software", 60),
+    Check("neuron", "neuron_compiler", 60),
     Check("neuron", "neuron_variables", 10),
     Check("neuron", "neuron_memory", 120),
     Check("efa", "efa", 30),

@@ -19,6 +19,7 @@ from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.options import DoctorOptions, read_options
 from neuron_di.doctor.report import Doing, FindingPrinter, Report
 from neuron_di.doctor.runner import run_check
+from neuron_di.errors import NeuronDiError
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -61,11 +62,26 @@ def _run(flags: argparse.Namespace) -> int:
         for check in checks:
             findings += _examine(check, machine, options, doing, printer)
     report = Report.of(findings, now_s() - start_s)
-    if printer is None:
-        sys.stdout.write(report.json() + "\n")
-    else:
-        printer.show_summary(report)
+    with _writing():
+        if printer is None:
+            sys.stdout.write(report.json() + "\n")
+            sys.stdout.flush()
+        else:
+            printer.show_summary(report)
     return 0 if report.is_well else 1
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """NeuronDiError where standard output takes no more, as on a disk that is full."""
+    try:
+        yield
+    except BrokenPipeError:  # who read has seen enough
+        raise
+    except OSError as error:
+        # What is still to be written would fail anew at the end, with a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise NeuronDiError(f"standard output cannot be written: {error.strerror}") from error
 
 
 @contextmanager
@@ -100,6 +116,7 @@ def _examine(
         findings.append(finding)
         if printer is not None:
             doing.clear()
-            printer.show(finding)
+            with _writing():
+                printer.show(finding)
             doing.show(f"checking {check.group}")
     return findings

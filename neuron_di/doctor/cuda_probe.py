@@ -11,11 +11,12 @@ from neuron_di_bindings.cuda_runtime import CudaError, CudaMissing, CudaRuntime,
 
 
 def probe() -> None:
-    """Steps "runtime", "ipc" and "torch"."""
+    """Steps "runtime", "ipc", "torch" and "triton"."""
     loaded: list[CudaRuntime] = []
     if take("runtime", lambda: _runtime(loaded)):
         take("ipc", lambda: _ipc(loaded[0]))
     take("torch", _torch)
+    take("triton", _triton)
 
 
 def _runtime(loaded: list[CudaRuntime]) -> Facts:
@@ -49,11 +50,21 @@ def _torch() -> Facts:
         import torch
     except ImportError as error:
         return {"failed": str(error)}
+    is_available = torch.cuda.is_available()
+    devices = range(torch.cuda.device_count() if is_available else 0)
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
-        "is_available": torch.cuda.is_available(),
+        "is_available": is_available,
+        "names": [torch.cuda.get_device_name(device) for device in devices],
+        "capabilities": [list(torch.cuda.get_device_capability(device)) for device in devices],
     }
+
+
+def _triton() -> Facts:
+    import triton
+
+    return {"version": str(triton.__version__)}
 
 
 if __name__ == "__main__":

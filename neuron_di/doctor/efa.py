@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor import libfabric
+from neuron_di.doctor.amounts import counted
 from neuron_di.doctor.finding import Fact, Finding, Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.neuron_asked import expects_neuron
+from neuron_di.doctor.neuron_asked import expects_neuron, needs_neuron
 from neuron_di.doctor.neuron_instances import INSTANCES, Instance
 from neuron_di.doctor.pci import PciDevice, efa_adapters, instance_type, may_use
 
@@ -37,19 +38,22 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
             )
         return
     row = INSTANCES.get(instance_type(machine))
-    yield _adapters(adapters, row)
+    is_needed = needs_neuron(machine, options)
+    yield _adapters(adapters, row, is_needed=is_needed)
     if not adapters:
         return
     yield from _driver(machine, adapters)
-    yield from _verbs(machine)
+    wanted, missing = _device_files(machine)
+    yield from _verbs(machine, wanted, missing, is_needed=options.device == "neuron")
     if row is not None and row.efa_of_device:
-        yield _pairs(adapters, row)
-    yield from _fabric(machine, len(adapters), is_neuron)
+        yield _pairs(machine, adapters, row)
+    if not missing or len(missing) < len(wanted):  # libfabric sees what has a file
+        yield from _fabric(machine, len(adapters) - len(missing), is_neuron)
 
 
-def _adapters(adapters: Sequence[PciDevice], row: Instance | None) -> Finding:
+def _adapters(adapters: Sequence[PciDevice], row: Instance | None, *, is_needed: bool) -> Finding:
     count = len(adapters)
-    found = {0: "no EFA adapter", 1: "1 EFA adapter"}.get(count, f"{count} EFA adapters")
+    found = counted(count, "EFA adapter") if count else "no EFA adapter"
     facts: dict[str, Fact] = {"addresses": [adapter.address for adapter in adapters]}
     if row is None:
         return Finding(check="efa.adapters", grade=Grade.NOTE, says=found, facts=facts)
@@ -74,7 +78,7 @@ def _adapters(adapters: Sequence[PciDevice], row: Instance | None) -> Finding:
     if count < row.num_efa:
         return Finding(
             check="efa.adapters",
-            grade=Grade.FAILED,
+            grade=Grade.FAILED if is_needed else Grade.WARNING,
             says=f"{count} of {row.num_efa} EFA adapters are attached: devices without their own "
             'end transfers with "No matching NIC"',
             mend=_LAUNCH,
@@ -104,25 +108,39 @@ def _driver(machine: Machine, adapters: Sequence[PciDevice]) -> Iterator[Finding
         )
 
 
-def _verbs(machine: Machine) -> Iterator[Finding]:
-    """The files in /dev by which programs reach the adapters. Those of other makers count not."""
+def _device_files(machine: Machine) -> tuple[list[str], list[str]]:
+    """(the files in /dev by which programs reach the adapters, those of them that are not here).
+
+    Those of other makers count not.
+    """
     wanted = []
     for path in machine.names(f"{_VERBS}/uverbs[0-9]*"):
         driver = machine.target(f"{path}/device/driver") or ""
         if driver.rpartition("/")[2] == "efa":
             wanted.append(f"/dev/infiniband/{path.rpartition('/')[2]}")
+    there = set(machine.names("/dev/infiniband/uverbs[0-9]*"))
+    return wanted, [path for path in wanted if path not in there]
+
+
+def _verbs(
+    machine: Machine, wanted: list[str], missing: list[str], *, is_needed: bool
+) -> Iterator[Finding]:
+    """Whether these files are here, and may be used. A container may have some of them."""
     if not wanted:
         return
-    there = set(machine.names("/dev/infiniband/uverbs[0-9]*"))
-    missing = [path for path in wanted if path not in there]
-    closed = [path for path in wanted if path in there and not may_use(machine, path)]
+    closed = [path for path in wanted if path not in missing and not may_use(machine, path)]
     facts: dict[str, Fact] = {"num_wanted": len(wanted), "missing": missing, "closed": closed}
     if missing:
-        says = f"{len(missing)} of {len(wanted)} EFA device files are not here: {missing[0]}"
+        says = f"this container has {len(wanted) - len(missing)} of {len(wanted)} EFA device "
+        says += f"files: {missing[0]} is not here"
         if len(missing) == len(wanted):
             says = "there is no EFA device file in /dev/infiniband"
         yield Finding(
-            check="efa.verbs", grade=Grade.FAILED, says=says, mend=_CONTAINER, facts=facts
+            check="efa.verbs",
+            grade=Grade.FAILED if is_needed else Grade.WARNING,
+            says=says,
+            mend=_CONTAINER,
+            facts=facts,
         )
     elif closed:
         yield Finding(
@@ -137,13 +155,16 @@ def _verbs(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             check="efa.verbs",
             grade=Grade.OK,
-            says=f"{len(wanted)} EFA device files",
+            says=counted(len(wanted), "EFA device file"),
             facts=facts,
         )
 
 
-def _pairs(adapters: Sequence[PciDevice], row: Instance) -> Finding:
-    """Which device sits by which adapter, and which have none."""
+def _pairs(machine: Machine, adapters: Sequence[PciDevice], row: Instance) -> Finding:
+    """Which device sits by which adapter, and which have none.
+
+    A container is told of its own devices: those that have a file in /dev.
+    """
     present = {adapter.address for adapter in adapters}
     pairs = {str(device): address for device, address in enumerate(row.efa_of_device)}
     alone = [device for device, address in pairs.items() if address not in present]
@@ -158,12 +179,17 @@ def _pairs(adapters: Sequence[PciDevice], row: Instance) -> Finding:
             f"({', '.join(strange)}): which device sits by which, only the runtime tells",
             facts=facts | {"strange": list(strange)},
         )
+    here = [path.removeprefix("/dev/neuron") for path in machine.names("/dev/neuron[0-9]*")]
     if alone:
+        are_here = bool(set(alone) & set(here))
+        one, num_devices = len(alone) == 1, len(row.efa_of_device)
+        part = f"; this container has {len(here)} of {counted(num_devices, 'Neuron device')}"
         return Finding(
             check="efa.pairs",
-            grade=Grade.FAILED,
-            says=f"Neuron devices {', '.join(alone)} have no adapter beside them",
-            mend=_LAUNCH,
+            grade=Grade.FAILED if are_here else Grade.WARNING,
+            says=f"Neuron device{'s' * (not one)} {', '.join(alone)} {'has' if one else 'have'} "
+            f"no adapter beside {'it' if one else 'them'}{'' if are_here else part + ', no such'}",
+            mend=_LAUNCH if are_here else f"For what runs here nothing, or --device cpu. {_LAUNCH}",
             facts=facts,
         )
     return Finding(
@@ -208,8 +234,8 @@ def _fabric(machine: Machine, num_adapters: int, is_neuron: bool) -> Iterator[Fi
         yield Finding(
             check="efa.libfabric",
             grade=Grade.OK,
-            says=f"libfabric {found.version or 'of unknown version'} sees {len(found.domains)} EFA "
-            "adapters",
+            says=f"libfabric {found.version or 'of unknown version'} sees "
+            f"{counted(len(found.domains), 'EFA adapter')}",
             facts=facts,
         )
     if is_neuron and found.domains:
@@ -237,6 +263,7 @@ def _memory(found: libfabric.Fabric) -> Finding:
     return Finding(
         check="efa.memory",
         grade=Grade.OK,
-        says=f"libfabric knows Neuron memory (FI_HMEM_NEURON), and {found.num_cores} cores",
+        says="libfabric knows Neuron memory (FI_HMEM_NEURON), and "
+        f"{counted(found.num_cores, 'core')}",
         facts=facts,
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 _CHECK = re.compile(r"[a-z]+(\.[a-z0-9_]+)+")
 
 Fact = str | int | float | bool | None | list[Any] | dict[str, Any]
@@ -48,3 +50,21 @@ class Finding:
     @property
     def group(self) -> str:
         return self.check.partition(".")[0]
+
+    def encoded(self) -> bytes:
+        """As JSON. Names and values of a machine that are not UTF-8 have "?" for such bytes."""
+        try:
+            return msgspec.json.encode(self)
+        except UnicodeEncodeError:
+            return msgspec.json.encode(_in_utf8(msgspec.to_builtins(self)))
+
+
+def _in_utf8(value: Any) -> Any:
+    """The same JSON value; Python has lone surrogates where a name had other bytes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_in_utf8(key): _in_utf8(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_in_utf8(each) for each in value]
+    return value

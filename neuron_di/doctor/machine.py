@@ -20,6 +20,7 @@ from typing import IO
 
 from neuron_di.clock import Deadline
 from neuron_di.config import child_environment
+from neuron_di.doctor.answer_page import AnswerPage
 
 FILE_BYTES_MAX = 1 << 20
 OUTPUT_BYTES_MAX = 1 << 18  # of each stream; what a program writes beyond it is dropped
@@ -52,12 +53,13 @@ class Machine:
     Paths are absolute as on the machine, such as `/sys/class/infiniband`, and looked up below
     `root`. Programs are found by the PATH of `environment` and get that environment; so neither
     they nor the packages follow `root`. `package_path` are folders with installed packages; None
-    is this interpreter's.
+    is this interpreter's. `hanging` has what the Neuron runtime answered before it hung.
     """
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=child_environment)
     package_path: Sequence[str] | None = None
+    hanging: AnswerPage = field(default_factory=AnswerPage, repr=False, compare=False)
 
     def read(self, path: str) -> str | None:
         """A file's text, at most `FILE_BYTES_MAX` of it, without spaces around it.

@@ -6,6 +6,7 @@ Who has a core, the runtime tells nobody; it is tried.
 """
 
 import fcntl
+import json
 import os
 import socket
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neuron_di.clock import Deadline
+from neuron_di.doctor.finding import Grade
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_instances import INSTANCES
 from neuron_di.doctor.options import DoctorOptions
@@ -75,13 +77,43 @@ def expects_neuron(machine: Machine, options: DoctorOptions) -> bool:
     """Whether there is anything to look at: devices, or somebody says that there must be some."""
     if options.device != "auto":
         return options.device == "neuron"
+    return needs_neuron(machine, options) or bool(neuron_devices(machine))
+
+
+def needs_neuron(machine: Machine, options: DoctorOptions) -> bool:
+    """Whether a server could mean to use devices: they have files here, or somebody names them.
+
+    The bus and the driver of a host show in its containers, too, as in that of a proxy, which
+    needs none: there nothing of Neuron's is wrong that is not here.
+    """
+    if options.device != "auto":
+        return options.device == "neuron"
     is_named = options.libnrt is not None or bool(machine.environment.get(PATH_VARIABLE))
-    return is_named or bool(neuron_devices(machine)) or bool(machine.names("/dev/neuron[0-9]*"))
+    return is_named or bool(machine.names("/dev/neuron[0-9]*"))
+
+
+def bad(machine: Machine, options: DoctorOptions) -> Grade:
+    """The grade of what keeps a server from Neuron devices."""
+    return Grade.FAILED if needs_neuron(machine, options) else Grade.WARNING
+
+
+def or_without(mend: str, grade: Grade) -> str:
+    """The mend, and that nothing has to be mended where no device is in /dev."""
+    return mend if grade is Grade.FAILED else f"{mend} To serve without Neuron: --device cpu."
 
 
 def ask_library(machine: Machine, options: DoctorOptions) -> Asked:
-    """What library there is. Takes no core."""
-    return ask(machine, options, "library", timeout_s=LIBRARY_TIMEOUT_S)
+    """What library there is. Takes no core. One that hangs is asked once in a run."""
+    if known := machine.hanging.read():
+        answer = json.loads(known)
+        steps = Steps(answer["found"], answer["begun"])
+        return Asked(steps, answer["words"], answer["returncode"], has_timed_out=True)
+    asked = ask(machine, options, "library", timeout_s=LIBRARY_TIMEOUT_S)
+    if asked.has_timed_out:
+        answer = {"found": asked.steps.found, "begun": asked.steps.begun}
+        answer |= {"words": asked.words, "returncode": asked.returncode}
+        machine.hanging.write(json.dumps(answer))
+    return asked
 
 
 def ask(

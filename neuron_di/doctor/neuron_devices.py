@@ -7,9 +7,17 @@ count of cores, which takes none.
 from collections.abc import Iterator
 
 from neuron_di.config import DoctorOptions
+from neuron_di.doctor.amounts import counted
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.neuron_asked import Asked, ask_library, device_users, expects_neuron
+from neuron_di.doctor.neuron_asked import (
+    Asked,
+    ask_library,
+    bad,
+    device_users,
+    expects_neuron,
+    or_without,
+)
 from neuron_di.doctor.neuron_instances import INSTANCES, NEURON_IDS, Instance
 from neuron_di.doctor.pci import instance_type, may_use, neuron_devices
 from neuron_di.neuron_cores import LOGICAL_CORES
@@ -57,12 +65,12 @@ def _instance(machine: Machine, row: Instance | None) -> Finding:
             says=f"not an instance type that is known here{family}: what it should have is unknown",
             facts={"families": found},
         )
-    efa = f"{row.num_efa} EFA adapters" if row.num_efa else "no EFA"
-    devices = "1 device" if row.num_devices == 1 else f"{row.num_devices} devices"
+    efa = counted(row.num_efa, "EFA adapter") if row.num_efa else "no EFA"
+    devices = counted(row.num_devices, "device")
     return Finding(
         check="neuron.instance",
         grade=Grade.NOTE,
-        says=f"{row.name}: {devices}, {row.num_cores()} NeuronCores, {efa}",
+        says=f"{row.name}: {devices}, {counted(row.num_cores(), 'NeuronCore')}, {efa}",
         facts={
             "instance": row.name,
             "num_devices": row.num_devices,
@@ -94,10 +102,14 @@ def _devices(machine: Machine, options: DoctorOptions, row: Instance | None) -> 
         if machine.read(DRIVER_FILE) is not None:  # else that is what is wrong
             yield Finding(
                 check="neuron.devices",
-                grade=Grade.FAILED,
-                says=f"there are {len(on_bus)} Neuron devices, a driver, and no /dev/neuron0",
-                mend="Give the container the devices: --device=/dev/neuron0 and so on, or the "
-                "Kubernetes resource aws.amazon.com/neuron. Elsewhere load the driver anew: "
+                grade=Grade.FAILED if options.device == "neuron" else Grade.WARNING,
+                says=f"there {'is' if len(on_bus) == 1 else 'are'} "
+                f"{counted(len(on_bus), 'Neuron device')}, a driver, and no /dev/neuron0: this "
+                f"container has 0 of {len(on_bus)}",
+                mend="What uses none, as the proxy or --device cpu, needs nothing. Else give the "
+                "container the "
+                "devices: --device=/dev/neuron0 and so on, or the Kubernetes "
+                "resource aws.amazon.com/neuron. Elsewhere load the driver anew: "
                 "sudo rmmod neuron && sudo modprobe neuron.",
                 facts=facts,
             )
@@ -105,7 +117,8 @@ def _devices(machine: Machine, options: DoctorOptions, row: Instance | None) -> 
         yield Finding(
             check="neuron.devices",
             grade=Grade.WARNING,
-            says=f"{len(files)} of {len(on_bus)} Neuron devices have a file in /dev here",
+            says=f"this container has {len(files)} of {len(on_bus)} Neuron devices: the others "
+            "have no file in /dev",
             mend="In a container that may be meant: it has the devices that it was given. Else "
             "load the driver anew: sudo rmmod neuron && sudo modprobe neuron.",
             facts=facts,
@@ -114,7 +127,9 @@ def _devices(machine: Machine, options: DoctorOptions, row: Instance | None) -> 
         yield Finding(
             check="neuron.devices",
             grade=Grade.OK,
-            says=f"{len(files)} Neuron devices are there",
+            says="1 Neuron device is there"
+            if len(files) == 1
+            else f"{len(files)} Neuron devices are there",
             facts=facts,
         )
     if closed := [path for path in files if not may_use(machine, path)]:
@@ -122,7 +137,7 @@ def _devices(machine: Machine, options: DoctorOptions, row: Instance | None) -> 
             check="neuron.access",
             grade=Grade.FAILED,
             says=f"this user may not open {closed[0]}"
-            + (f" and {len(closed) - 1} others" if len(closed) > 1 else ""),
+            + (f" and {counted(len(closed) - 1, 'other')}" if len(closed) > 1 else ""),
             mend="Join the group that owns /dev/neuron*, or change the udev rule that gives it "
             "those rights.",
             facts={"devices": closed},
@@ -143,7 +158,8 @@ def _no_devices(machine: Machine, options: DoctorOptions) -> Finding:
         return Finding(
             check="neuron.devices",
             grade=Grade.NOTE,
-            says=f"the PCI bus has no Neuron devices, and the runtime counts {total} NeuronCores: "
+            says="the PCI bus has no Neuron devices, and the runtime counts "
+            f"{counted(total, 'NeuronCore')}: "
             "a simulator, or devices that are hidden from here",
             facts={"num_on_bus": 0, "num_files": 0, "num_cores": total},
         )
@@ -186,14 +202,18 @@ def _cores(machine: Machine, options: DoctorOptions, row: Instance | None) -> It
     yield from _unanswered(asked)
     if "total" not in asked.steps.found and asked.steps.begun != "total":
         return
+    bad_grade = bad(machine, options)
     if (failed := asked.failure_in_full("total")) is not None:
         yield Finding(
             check="neuron.cores",
-            grade=Grade.FAILED,
+            grade=bad_grade,
             says=f"the runtime cannot count the NeuronCores: {failed}",
-            mend="Load the driver (aws-neuronx-dkms) of the runtime's release; "
-            "NEURON_RT_VISIBLE_CORES and NEURON_LOGICAL_NC_CONFIG, if they are set, name what this "
-            "host has.",
+            mend=or_without(
+                "Load the driver (aws-neuronx-dkms) of the runtime's release; "
+                "NEURON_RT_VISIBLE_CORES and NEURON_LOGICAL_NC_CONFIG, if they are set, name what "
+                "this host has.",
+                bad_grade,
+            ),
         )
         return
     total = asked.steps.of("total")["num_cores"]
@@ -202,20 +222,27 @@ def _cores(machine: Machine, options: DoctorOptions, row: Instance | None) -> It
     facts = {"num_cores": total, "num_visible": visible, "logical": logical, "logical_by": source}
     share = "" if visible == total else f", of which this environment may use {visible}"
     grouped = f" ({logical} physical cores each)" if logical > 1 else ""
+    num_files = len(machine.names("/dev/neuron[0-9]*"))
     wanted = row.num_cores(logical) if row else total
-    if total == wanted or not machine.names("/dev/neuron[0-9]*"):
+    is_part = row is not None and 0 < num_files < row.num_devices
+    if row is not None and is_part:  # a container has the cores of the devices that it was given
+        wanted = wanted * num_files // row.num_devices
+    if total == wanted or not num_files:
         yield Finding(
             check="neuron.cores",
-            grade=Grade.OK if total else Grade.FAILED,
-            says=f"{total} NeuronCores{grouped}{share}",
-            mend="" if total else "Look at the driver, above: the runtime sees no device.",
+            grade=Grade.OK if total else bad_grade,
+            says=f"{counted(total, 'NeuronCore')}{grouped}{share}",
+            mend=""
+            if total
+            else or_without("Look at the driver, above: the runtime sees no device.", bad_grade),
             facts=facts,
         )
         return
     yield Finding(
         check="neuron.cores",
         grade=Grade.WARNING,
-        says=f"the runtime counts {total} NeuronCores{share}, and this instance has {wanted}",
+        says=f"the runtime counts {counted(total, 'NeuronCore')}{share}, and this "
+        f"{'container' if is_part else 'instance'} has {wanted}",
         mend=f"Count anew by {LOGICAL_CORES}, which says how many physical cores are one, and by "
         "the devices that a container was given.",
         facts=facts | {"num_expected": wanted},
@@ -263,7 +290,8 @@ def _users(machine: Machine) -> Iterator[Finding]:
     yield Finding(
         check="neuron.users",
         grade=Grade.NOTE,
-        says=f"{len(users)} devices are open in other processes: {', '.join(words)}{more}",
+        says=f"{counted(len(users), 'device')} {'is' if len(users) == 1 else 'are'} open in other "
+        f"processes: {', '.join(words)}{more}",
         mend="Their cores are theirs until they end: name others with NEURON_RT_VISIBLE_CORES.",
         facts={"devices": {str(device): found for device, found in users.items()}},
     )

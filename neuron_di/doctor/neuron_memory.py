@@ -10,7 +10,13 @@ from neuron_di.clock import Deadline
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.finding import Fact, Finding, Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.neuron_asked import Asked, ask_library, expects_neuron, try_cores
+from neuron_di.doctor.neuron_asked import (
+    Asked,
+    ask_library,
+    expects_neuron,
+    needs_neuron,
+    try_cores,
+)
 from neuron_di.doctor.neuron_instances import INSTANCES, Instance
 from neuron_di.doctor.pci import efa_adapters, instance_type
 from neuron_di.errors import ConfigError
@@ -25,7 +31,14 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     """Memory, its registration, and send and receive, of the first core that can be had."""
     if not expects_neuron(machine, options):
         return
-    total = ask_library(machine, options).steps.of("total").get("num_cores", 0)
+    if not needs_neuron(machine, options):
+        yield _skipped("no Neuron device is in /dev here")
+        return
+    library = ask_library(machine, options)
+    if library.has_timed_out:
+        yield _skipped("the runtime hangs when it is asked without a core")
+        return
+    total = library.steps.of("total").get("num_cores", 0)
     if not total:
         yield _skipped("the runtime counts no NeuronCores")
         return
@@ -183,18 +196,19 @@ def _send_receive(
 
 def _cause(machine: Machine, row: Instance | None, asked: Asked) -> tuple[str, str]:
     """(the likely cause, the mend). The runtime says FAILURE to all of it."""
-    gates = [name for name in missing_variables(machine.environment) if _is_set(machine, name)]
-    if gates:
-        return f"it is switched off ({', '.join(gates)} is wanted)", f"export {gates[0]}."
     if row is not None and not row.efa_of_device:
         return (
             f"{row.name} has no EFA beside its devices",
             "Leave it so: KV moves by way of the host, with --transfer auto or shm,tcp.",
         )
+    gates = [name for name in missing_variables(machine.environment) if _is_set(machine, name)]
+    if gates:
+        return f"it is switched off ({', '.join(gates)} is wanted)", f"export {gates[0]}."
     if asked.failure("efa") is None and asked.steps.of("efa").get("address") is None:
         return (
             "its memory has no EFA adapter beside it",
-            "Attach EFA adapters, or let KV move by way of the host: --transfer shm,tcp.",
+            "Let KV move by way of the host: --transfer shm,tcp."
+            + " Or launch the instance with all of its EFA adapters." * (row is not None),
         )
     if locks := bootstrap_locks_of_others(Path(machine.root, "tmp")):
         names = ", ".join(Path(path).name for path in locks)

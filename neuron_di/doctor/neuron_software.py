@@ -11,7 +11,7 @@ from pathlib import Path
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.finding import Fact, Finding, Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.neuron_asked import Asked, ask_library, expects_neuron
+from neuron_di.doctor.neuron_asked import Asked, ask_library, bad, expects_neuron, or_without
 from neuron_di.doctor.neuron_devices import DRIVER_FILE
 from neuron_di.doctor.neuron_instances import INSTANCES, NEURON_IDS
 from neuron_di.doctor.neuron_releases import (
@@ -52,19 +52,20 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     driver = machine.read(DRIVER_FILE)
     asked = ask_library(machine, options)
     runtime = str(asked.steps.of("version").get("version", ""))
-    yield from _driver(machine, driver)
-    yield from _runtime(asked, runtime)
+    grade = bad(machine, options)
+    yield from _driver(machine, driver, grade)
+    yield from _runtime(asked, runtime, grade)
     if driver and runtime:
-        yield _pair(driver, runtime, _family(machine))
+        yield _pair(driver, runtime, _family(machine), grade)
     versions = {name: machine.package(name) for name in _PARTS}
-    yield from _packages(machine)
+    yield from _packages(machine, grade)
     yield from _releases(driver, runtime, versions)
     yield from _torch(machine, versions["torch-neuronx"])
     yield from _inference(versions["neuronx-distributed-inference"], _family(machine))
     yield from _nixl(machine)
 
 
-def _driver(machine: Machine, driver: str | None) -> Iterator[Finding]:
+def _driver(machine: Machine, driver: str | None, bad_grade: Grade) -> Iterator[Finding]:
     if driver:
         sdks = sdks_of("driver", driver)
         yield Finding(
@@ -76,22 +77,28 @@ def _driver(machine: Machine, driver: str | None) -> Iterator[Finding]:
     elif neuron_devices(machine):
         yield Finding(
             check="neuron.driver",
-            grade=Grade.FAILED,
+            grade=bad_grade,
             says="there are Neuron devices, and their driver is not loaded",
-            mend="Install aws-neuronx-dkms, then sudo modprobe neuron. Where it is installed, see "
-            "sudo dmesg: it is built for one kernel, and needs that kernel's headers.",
+            mend=or_without(
+                "Install aws-neuronx-dkms, then sudo modprobe neuron. Where it is installed, see "
+                "sudo dmesg: it is built for one kernel, and needs that kernel's headers.",
+                bad_grade,
+            ),
         )
 
 
-def _runtime(asked: Asked, version: str) -> Iterator[Finding]:
+def _runtime(asked: Asked, version: str, bad_grade: Grade) -> Iterator[Finding]:
     failed = asked.failure_in_full("library")
     if failed is not None or not asked.steps.of("library"):
         yield Finding(
             check="neuron.runtime",
-            grade=Grade.FAILED,
+            grade=bad_grade,
             says=f"the Neuron runtime cannot be loaded: {failed or asked.words or 'no answer'}",
-            mend="Install aws-neuronx-runtime-lib, or name its file with --libnrt or "
-            "NEURON_DI_LIBNRT.",
+            mend=or_without(
+                "Install aws-neuronx-runtime-lib, or name its file with --libnrt or "
+                "NEURON_DI_LIBNRT.",
+                bad_grade,
+            ),
         )
         return
     library = asked.steps.of("library")
@@ -108,17 +115,17 @@ def _runtime(asked: Asked, version: str) -> Iterator[Finding]:
     if major and major != (RUNTIME_MAJOR,):
         yield Finding(
             check="neuron.runtime",
-            grade=Grade.FAILED,
+            grade=bad_grade,
             says=f"the runtime is {version}, and {RUNTIME_MAJOR}.x is supported",
-            mend=f"Install aws-neuronx-runtime-lib {RUNTIME_MAJOR}.x.",
+            mend=or_without(f"Install aws-neuronx-runtime-lib {RUNTIME_MAJOR}.x.", bad_grade),
             facts=facts,
         )
     elif missing := [name for name in RUNTIME_FUNCTIONS if name in lacks]:
         yield Finding(
             check="neuron.runtime",
-            grade=Grade.FAILED,
+            grade=bad_grade,
             says=f"the runtime {version} lacks {', '.join(missing)}",
-            mend="Install a newer aws-neuronx-runtime-lib.",
+            mend=or_without("Install a newer aws-neuronx-runtime-lib.", bad_grade),
             facts=facts,
         )
     else:
@@ -157,14 +164,14 @@ def _functions(lacks: list[str], version: str) -> Iterator[Finding]:
         )
 
 
-def _pair(driver: str, runtime: str, family: str) -> Finding:
+def _pair(driver: str, runtime: str, family: str, bad_grade: Grade) -> Finding:
     facts: dict[str, Fact] = {"driver": driver, "runtime": runtime}
     if (why := why_not_together(runtime, driver, family)) is not None:
         return Finding(
             check="neuron.pair",
-            grade=Grade.FAILED,
+            grade=bad_grade,
             says=f"the runtime {runtime} does not start with the driver {driver}: {why}",
-            mend=_UPDATE,
+            mend=or_without(_UPDATE, bad_grade),
             facts=facts,
         )
     of_driver, of_runtime = sdks_of("driver", driver), sdks_of("runtime", runtime)
@@ -188,7 +195,7 @@ def _pair(driver: str, runtime: str, family: str) -> Finding:
     )
 
 
-def _packages(machine: Machine) -> Iterator[Finding]:
+def _packages(machine: Machine, bad_grade: Grade) -> Iterator[Finding]:
     """What runs a model is there, and no placeholder."""
     missing = [name for name in _NEEDED if not _has_content(machine, name)]
     if not missing:
@@ -199,11 +206,14 @@ def _packages(machine: Machine) -> Iterator[Finding]:
     hollow = f"; {', '.join(placeholders)} is an empty placeholder" if placeholders else ""
     yield Finding(
         check="neuron.packages",
-        grade=Grade.FAILED,
+        grade=bad_grade,
         says=f"{' and '.join(missing)} cannot be used: not installed from AWS's index{hollow}",
-        mend="Install them: pip install neuronx-distributed-inference torch-neuronx neuronx-cc "
-        f"--extra-index-url {AWS_INDEX}, or use AWS's image (DLAMI), whose virtual environments "
-        "have them.",
+        mend=or_without(
+            "Install them: pip install neuronx-distributed-inference torch-neuronx neuronx-cc "
+            f"--extra-index-url {AWS_INDEX}, or use AWS's image (DLAMI), whose virtual "
+            "environments have them.",
+            bad_grade,
+        ),
         facts={"missing": list(missing), "placeholders": list(placeholders)},
     )
 

@@ -91,7 +91,10 @@ def _cores(machine: Machine) -> Iterator[Finding]:
 def _send_receive(machine: Machine, *, is_wanted: bool) -> Iterator[Finding]:
     """The gate, the port at which processes meet, and libfabric's shared memory."""
     environment = machine.environment
-    if unset := [name for name in _DEFAULTS if name not in environment]:
+    row = INSTANCES.get(instance_type(machine))
+    reaches_efa = row is None or bool(row.efa_of_device) or is_wanted
+    unset = [name for name in _DEFAULTS if name not in environment]
+    if unset and reaches_efa:  # elsewhere nothing is sent between devices
         exports = " ".join(f"{name}={_DEFAULTS[name]}" for name in unset)
         yield Finding(
             check="neuron.unset",

@@ -32,7 +32,7 @@ _WORST_FIRST = (Grade.FAILED, Grade.WARNING, Grade.NOTE, Grade.OK, Grade.SKIPPED
 _NOUNS = (Grade.WARNING, Grade.NOTE)
 _GRADE_CHARS = max(map(len, Grade))
 _CHECK_CHARS = 22
-_WORDS_CHARS_MIN = 40  # on a narrower terminal lines are broken by it
+_WORDS_CHARS_MIN = 24  # on a narrower terminal lines are broken by it
 _WORDS_CHARS_MAX = 110
 _GAP = "  "
 _ARROW = "→ "
@@ -105,7 +105,11 @@ class FindingPrinter:
         if self._words_chars is None:
             return [words]
         return textwrap.wrap(
-            words, self._words_chars, subsequent_indent=" " * len(first), break_on_hyphens=False
+            words,
+            self._words_chars,
+            subsequent_indent=" " * len(first),
+            break_on_hyphens=False,
+            break_long_words=False,  # a path or a command that is cut cannot be copied
         )
 
 

@@ -152,7 +152,7 @@ def _be_the_check(run: Run, name: str, findings: int, printed: int, parent: int)
 
 
 def _write(pipe: int, finding: Finding) -> None:
-    line = msgspec.json.encode(finding) + b"\n"
+    line = finding.encoded() + b"\n"
     while line:
         line = line[os.write(pipe, line) :]
 

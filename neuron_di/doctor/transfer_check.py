@@ -1,5 +1,7 @@
 """Moves KV between two processes of this machine, as workers do, and says how fast."""
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,10 @@ POOL_BYTES = 128 << 20
 _AUTO = ("auto", "shm", "tcp")  # what a pair chooses, and what moves bytes here and to other hosts
 # Between devices: the check of Neuron's memory sends, where there are such devices.
 _NOT_HERE = {"nrt": "it moves KV between Neuron devices, which the checks neuron.* look at"}
+
+_MORE_FILES = (
+    "Raise the limit nofile (ulimit -n, LimitNOFILE= of a systemd unit): servers need thousands."
+)
 
 
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
@@ -46,6 +52,15 @@ def _moved(engines: list[str], options: TransferOptions) -> Iterator[Finding]:
         report = measure_on_this_host(
             engines, SHAPES, repeats=REPEATS, verify=True, pool_bytes=POOL_BYTES, options=options
         )
+    except OSError as error:
+        yield Finding(
+            check="transfer.test",
+            grade=Grade.FAILED,
+            says=f"KV could not be moved at all: {error.strerror or error}",
+            mend=_mend(str(error)),
+            facts={"errno": error.errno},
+        )
+        return
     except NeuronDiError as error:
         yield Finding(
             check="transfer.test",
@@ -100,6 +115,8 @@ def _speed(engine: str, figures: "list[Figures]") -> Finding:
 
 
 def _mend(words: str) -> str:
+    if os.strerror(errno.EMFILE) in words:
+        return _MORE_FILES
     if "too large" in words:  # for the memory that is there
         return "Free some memory, or leave the test out with --no-transfer-test."
     return (

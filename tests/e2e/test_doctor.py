@@ -135,3 +135,39 @@ async def test_who_has_read_enough_ends_it() -> None:
             await process.wait()
         assert process.stderr is not None
         assert await process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+async def test_a_full_disk_ends_it_with_1_and_a_line(flags: tuple[str, ...]) -> None:
+    within = ("sh", "-c", 'exec "$@" >/dev/full', "sh")
+    async with command("doctor", "--only", "host", *flags, within=within) as process:
+        async with asyncio.timeout(DEADLINE_S):
+            _, stderr = await process.communicate()
+        assert process.returncode == 1
+    words = "neuron-di: standard output cannot be written: No space left on device\n"
+    assert stderr.decode() == words
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+async def test_variables_that_are_not_utf_8_end_nothing(flags: tuple[str, ...]) -> None:
+    lone = "\udcff"
+    environ = {f"NEURON_DI_{lone}": lone, "NEURON_RT_VISIBLE_CORES": lone, "OMP_PROC_BIND": lone}
+    only = ("--only", "environment,host,neuron", "--device", "neuron")
+    ended = await run("doctor", *only, *flags, environ=environ)
+    assert (ended.code, ended.stderr) == (1, "")
+    assert "NEURON_DI_?" in ended.stdout
+    assert "NEURON_RT_VISIBLE_CORES=?" in ended.stdout
+    assert "doctor." not in ended.stdout
+
+
+async def test_too_few_files_are_a_finding() -> None:
+    within = ("sh", "-c", 'ulimit -n 12; exec "$@"', "sh")
+    async with command("doctor", "--only", "transfer", "--json", within=within) as process:
+        async with asyncio.timeout(DEADLINE_S):
+            stdout, stderr = await process.communicate()
+    findings = json.loads(stdout)["findings"]
+    assert (process.returncode, stderr) == (1, b"")
+    (found,) = findings
+    assert found["check"] == "transfer.test"
+    assert "Too many open files" in found["says"]
+    assert "ulimit -n" in found["mend"]

@@ -66,7 +66,7 @@ def test_gpus_whose_memory_can_be_shared(tmp_path):
     assert found["cuda.runtime"].grade == found["cuda.ipc"].grade == Grade.OK
     assert found["cuda.runtime"].says == "CUDA 12.9 sees 2 devices"
     assert found["cuda.ipc"].facts["shares"] == [0, 1]
-    assert "1 pairs of GPUs do not read each other" in found["cuda.ipc"].says
+    assert "of 1 pair of GPUs neither reads the other" in found["cuda.ipc"].says
 
 
 def test_gpus_whose_memory_cannot(tmp_path):
@@ -74,16 +74,25 @@ def test_gpus_whose_memory_cannot(tmp_path):
     assert found["cuda.ipc"].grade == Grade.WARNING
 
 
-def test_a_driver_that_is_older_than_the_library(tmp_path):
-    found = findings(with_gpus(tmp_path / "root"), make_cuda(tmp_path, status=35))
-    assert found["cuda.runtime"].grade == Grade.FAILED
+DEVICES = pytest.mark.parametrize(
+    ("device", "grade"), [("auto", Grade.WARNING), ("cuda", Grade.FAILED)]
+)
+
+
+@DEVICES
+def test_a_driver_that_is_older_than_the_library(tmp_path, device, grade):
+    found = findings(with_gpus(tmp_path / "root"), make_cuda(tmp_path, status=35), device)
+    assert found["cuda.runtime"].grade == grade
+    assert ("--device cpu" in found["cuda.runtime"].mend) == (device == "auto")
     assert "cudaErrorInsufficientDriver" in found["cuda.runtime"].says
     assert "cuda.ipc" not in found
 
 
-def test_a_container_without_the_gpus(tmp_path):
-    found = findings(with_gpus(tmp_path / "root", files=0), make_cuda(tmp_path))
-    assert found["cuda.devices"].grade == Grade.FAILED
+@DEVICES
+def test_a_container_without_the_gpus(tmp_path, device, grade):
+    found = findings(with_gpus(tmp_path / "root", files=0), make_cuda(tmp_path), device)
+    assert found["cuda.devices"].grade == grade
+    assert ("--device cpu" in found["cuda.devices"].mend) == (device == "auto")
     assert "--gpus all" in found["cuda.devices"].mend
 
 
@@ -105,3 +114,67 @@ def test_the_probe_loads_nothing_heavy_before_it_must():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+_TORCH = """
+from types import SimpleNamespace
+__version__ = "9.9"
+version = SimpleNamespace(cuda="12.9")
+_capabilities = {capabilities}
+cuda = SimpleNamespace(
+    is_available=lambda: True,
+    device_count=lambda: len(_capabilities),
+    get_device_name=lambda device: "Some GPU",
+    get_device_capability=lambda device: _capabilities[device],
+)
+"""
+
+
+def with_modules(folder, environment, **sources):
+    """Of a GPU's machine, which this one is not: what torch and Triton say there."""
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    return environment | {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "device", "grade", "mend"),
+    [
+        ([(9, 0), (8, 0)], "cuda", Grade.OK, ""),
+        ([(7, 5), (8, 6)], "cuda", Grade.WARNING, "--cuda-devices 1."),
+        ([(7, 5)], "cuda", Grade.FAILED, "newer GPU"),
+        ([(7, 5)], "auto", Grade.WARNING, "--device cpu"),
+    ],
+)
+def test_the_capability_that_kernels_need(tmp_path, capabilities, device, grade, mend):
+    torch = _TORCH.format(capabilities=capabilities)
+    environment = with_modules(tmp_path, make_cuda(tmp_path), torch=torch)
+    found = findings(with_gpus(tmp_path / "root"), environment, device)
+    assert found["cuda.torch"].says == "torch 9.9 with CUDA 12.9"
+    assert found["cuda.capability"].grade == grade
+    assert mend in found["cuda.capability"].mend
+    first = ".".join(map(str, capabilities[0]))
+    assert f"GPU 0 (Some GPU) {first}" in found["cuda.capability"].says
+
+
+def test_the_capability_is_the_backends():
+    from neuron_di.backends import cuda_device
+
+    assert cuda.CAPABILITY_MIN == cuda_device.CAPABILITY_MIN
+
+
+@DEVICES
+def test_triton_that_is_not_there(tmp_path, device, grade):
+    missing = "raise ImportError('no Triton')"
+    torch = _TORCH.format(capabilities=[])
+    environment = with_modules(tmp_path, make_cuda(tmp_path), torch=torch, triton=missing)
+    found = findings(with_gpus(tmp_path / "root"), environment, device)["cuda.triton"]
+    assert found.grade == grade
+    assert found.says == "Triton cannot be imported: no Triton"
+    assert "pip install 'neuron-di[cuda]'" in found.mend
+
+
+def test_triton_that_is_there(tmp_path):
+    environment = with_modules(tmp_path, make_cuda(tmp_path), triton="__version__ = '3.6.0'")
+    found = findings(with_gpus(tmp_path / "root"), environment)["cuda.triton"]
+    assert (found.grade, found.says) == (Grade.OK, "Triton 3.6.0")

@@ -232,3 +232,13 @@ def test_a_bootstrap_lock_that_was_there_stays(root, tmp_path):
         root, simulated(tmp_path / "sim", NEURON_DI_LIBNRT=str(library_path(2)), TMPDIR=str(folder))
     )
     assert lock.exists()
+
+
+def test_where_no_efa_is_nothing_is_to_be_exported_or_attached(tmp_path):
+    root = instance(tmp_path / "root", "inf2.48xlarge")
+    shut = {"NEURON_RT_ASYNC_SENDRECV_EXPERIMENTAL_ENABLED": "0"}
+    environment = simulated(tmp_path / "sim", "inf2.48xlarge", **shut)
+    for transfer in ((), ("nrt",)):
+        for found in findings(root, environment, *transfer).values():
+            assert "export" not in found.mend
+            assert "EFA adapters" not in found.mend

@@ -42,6 +42,13 @@ def test_gates_that_are_unset_are_a_note_since_serve_sets_them(root):
     assert found["neuron.unset"].mend.endswith(wanted)
 
 
+@pytest.mark.parametrize("name", ["trn1.2xlarge", "inf2.48xlarge"])
+def test_gates_are_not_asked_for_where_no_efa_sits_by_a_device(tmp_path, name):
+    root, bare = instance(tmp_path, name), {"PATH": os.environ["PATH"]}
+    assert "neuron.unset" not in findings(root, bare)
+    assert "neuron.unset" in findings(root, bare, "nrt")
+
+
 def test_a_port_that_the_kernel_gives_to_anybody(root):
     inside = SET | {"NEURON_RT_ASYNC_SENDRECV_BOOTSTRAP_PORT": "45645"}
     found = findings(root, inside)["neuron.bootstrap_port"]

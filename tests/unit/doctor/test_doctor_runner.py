@@ -157,3 +157,17 @@ def test_ctrl_c_reaches_the_doctor_alone() -> None:
 
     (first,) = run_apart(check, name="apart", timeout_s=TIMEOUT_S)
     assert first.facts["session"] != os.getsid(0)
+
+
+def test_names_that_are_not_utf_8_come_back_with_marks() -> None:
+    lone = os.fsdecode(b"a\xff")
+    odd = Finding(
+        check="test.odd",
+        grade=Grade.WARNING,
+        says=f"{lone} says",
+        mend=lone,
+        facts={lone: [lone, {"x": lone}], "n": 1},
+    )
+    (found,) = run_apart(lambda: iter([odd]), name="x", timeout_s=TIMEOUT_S)
+    assert (found.check, found.says, found.mend) == ("test.odd", "a? says", "a?")
+    assert found.facts == {"a?": ["a?", {"x": "a?"}], "n": 1}
