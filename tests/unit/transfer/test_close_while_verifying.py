@@ -7,7 +7,7 @@ import pytest
 from transfer_kit import LAYOUT, end_of, until
 
 from neuron_di.errors import LocalProtocolError
-from neuron_di.kv import KvPool
+from neuron_di.kv import KvPool, block_digests
 from neuron_di.kv import pool as kv_pool
 from neuron_di.transfer import ShmEngine
 from neuron_di.types import BlockId
@@ -57,8 +57,14 @@ async def test_a_pool_that_was_closed_is_not_read(cluster, monkeypatch):
         cluster.prefill(layout=LARGE),
         cluster.decode(layout=LARGE, make_transfer=Closing),
     )
-    reads = []
-    monkeypatch.setattr(kv_pool, "block_digests", lambda *_, **__: reads.append(1))
+    reads, own_memory = [], decode.pool.memory()
+
+    def digests(memory, *rest, **fields):
+        if memory == own_memory:
+            reads.append(1)
+        return block_digests(memory, *rest, **fields)
+
+    monkeypatch.setattr(kv_pool, "block_digests", digests)
     assert isinstance((await pull(prefill, decode)).error(), LocalProtocolError)
     assert reads == []
     await until(lambda: prefill.ended)

@@ -138,7 +138,7 @@ class _Side:
         layout: KvLayout = LAYOUT,
         converts: bool = False,
         incarnation: Incarnation | None = None,
-        make_pool: Callable[[KvLayout, int, Incarnation], KvPool] = KvPool.create,
+        make_pool: Callable[[KvLayout, int, Incarnation], KvPool] | None = None,
         make_transfer: Callable[[KvPool], TransferEngine] = ShmEngine,
         more_engines: Sequence[Callable[[KvPool], TransferEngine]] = (),
         **options: Any,
@@ -150,7 +150,8 @@ class _Side:
             layout=layout,
             converts=converts,
         )
-        self.pool = make_pool(layout, NUM_BLOCKS, self.local.incarnation)
+        make = make_pool or KvPool.create
+        self.pool = make(layout, NUM_BLOCKS, self.local.incarnation)
         self.transfer = make_transfer(self.pool)
         self.lanes = LaneSet([self.transfer, *(make(self.pool) for make in more_engines)])
         connector = {key: options.pop(key) for key in CONNECTOR_OPTIONS if key in options}
