@@ -122,6 +122,7 @@ def test_a_receive_that_succeeds_beside_a_writer_holds_what_was_promised(kind):
                 with computing:
                     pair.sent.give_up(block_ids)
                     pair.sent[:] = value
+                is_over.wait(1e-4)  # or it would take the lock again before anybody else can
 
         with ThreadPoolExecutor(1) as writer:
             writing = writer.submit(write_on)
