@@ -16,13 +16,14 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from mmap import mmap
 from typing import Self
 from weakref import WeakValueDictionary
 
 from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, WorkerFailed
 from neuron_di.kv.device_copies import DeviceCopies
+from neuron_di.kv.device_loss import DeviceLoss
 from neuron_di.kv.device_memory import DeviceMemory
 from neuron_di.kv.digest import KvIdentity, digests_of
 from neuron_di.kv.layout import KvLayout
@@ -62,7 +63,7 @@ def open_runtime(path: str | None = None) -> CudaRuntime:
         ) from None
 
 
-class DevicePool(KvPool):
+class DevicePool(DeviceLoss, KvPool):
     """As KvPool: `memory`, `view` and `tensor` are the mirror. A block is *on the device* when it
     has the request's KV there; if not, the mirror has it, or nobody.
 
@@ -99,10 +100,8 @@ class DevicePool(KvPool):
         self._lock = threading.Lock()
         self._on_device: set[BlockId] = set()
         self._in_mirror: set[BlockId] = set()  # may have pages there, though nobody needs them
-        self._lost: BackendLost | None = None
         self._is_stuck = False
         self._mirror = self.memory()  # close() forgets it, and some may still be copying
-        self._on_lost: Callable[[BackendLost], object] = lambda _: None
         self._device_memory = DeviceMemory(
             runtime, device, num_blocks * layout.block_bytes, incarnation
         )
@@ -278,31 +277,6 @@ class DevicePool(KvPool):
         is_not_yet = super().retire(block_ids)  # before the bytes go: a reader sees why
         self._drop(stale)
         return is_not_yet
-
-    def watch_loss(self, on_lost: Callable[[BackendLost], object]) -> None:
-        """Call back, once and on any thread, should the device be lost; at once if it is.
-
-        Whoever asked last is called.
-        """
-        with self._lock:
-            self._on_lost = on_lost
-            lost = self._lost
-        if lost is not None:
-            on_lost(lost)
-
-    def lose(self, error: BackendLost) -> None:
-        """The device cannot be used any more: only a new process's can. The first reason counts."""
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = error
-            on_lost = self._on_lost
-        on_lost(error)
-
-    @property
-    def lost(self) -> BackendLost | None:
-        """Why the device cannot be used any more."""
-        return self._lost
 
     def check_device(self, error: CudaError) -> None:
         """After an error that may be a peer's alone: BackendLost where the device has failed."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, WorkerFailed
+from neuron_di.kv.device_loss import DeviceLoss
 from neuron_di.kv.digest import KvIdentity
 from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.neuron_copies import DeviceKv, NeuronCopies
@@ -28,7 +29,7 @@ from neuron_di_bindings import shared_memory
 from neuron_di_bindings.nrt import NrtError, NrtMisuse, NrtWorkerError
 
 
-class NeuronPool(KvPool):
+class NeuronPool(DeviceLoss, KvPool):
     """As KvPool: `memory` is the mirror. A block is *on the device* when its slot there has the
     request's KV; the mirror then has what `to_host` brought last, or nothing.
 
@@ -52,8 +53,6 @@ class NeuronPool(KvPool):
         self._copying_locks = [threading.Lock() for _ in range(num_blocks)]
         self._on_device: set[BlockId] = set()
         self._num_in_mirror: dict[BlockId, int] = {}  # tokens, of blocks that are on the device
-        self._lost: BackendLost | None = None
-        self._on_lost: Callable[[BackendLost], object] = lambda _: None
 
     @classmethod
     def create(  # type: ignore[override]  # nobody makes one without a device
@@ -148,31 +147,6 @@ class NeuronPool(KvPool):
     def retire(self, block_ids: Sequence[BlockId]) -> bool:
         self.begin_fill(block_ids)
         return super().retire(block_ids)
-
-    def watch_loss(self, on_lost: Callable[[BackendLost], object]) -> None:
-        """Call back, once and on any thread, should the device be lost; at once if it is.
-
-        Whoever asked last is called.
-        """
-        with self._lock:
-            self._on_lost = on_lost
-            lost = self._lost
-        if lost is not None:
-            on_lost(lost)
-
-    def lose(self, error: BackendLost) -> None:
-        """The device cannot be used any more: only a new process's can. The first reason counts."""
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = error
-            on_lost = self._on_lost
-        on_lost(error)
-
-    @property
-    def lost(self) -> BackendLost | None:
-        """Why the device cannot be used any more."""
-        return self._lost
 
     def used(
         self, block_ids: Sequence[int], num_tokens: int | None

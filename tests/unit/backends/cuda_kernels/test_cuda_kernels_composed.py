@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
 
 from composed_model import ComposedModel
-from kernel_kit import NOWHERE, assert_same_bits, int32
+from kernel_kit import DEVICE, NOWHERE, assert_same_bits, int32
 
 from neuron_di.models import ModelSpec, TorchAttention, Transformer, load_weights
 from neuron_di.testing import write_random_checkpoint
@@ -40,7 +40,8 @@ def open_both(folder, family):
     tables = spec.rope.angle_tables(spec.head_dim, NUM_BLOCKS * BLOCK_SIZE)
     attend = TorchAttention(pool, spec.sliding_window)
     transformer = Transformer(spec, weights, tables, pool, attend)
-    return transformer, ComposedModel(spec, weights, NUM_BLOCKS, BLOCK_SIZE)
+    on_device = load_weights(folder, spec, dtype="float32", device=DEVICE)
+    return transformer, ComposedModel(spec, on_device, NUM_BLOCKS, BLOCK_SIZE)
 
 
 def prompt(length):
@@ -69,7 +70,7 @@ def test_a_chunked_prompt_and_a_decode_step_give_the_cpus_logits(tmp_path, famil
     # A bucket of 3: another request's first position, our last, and a row that only fills it.
     tables = torch.stack([int32([5, *[NOWHERE] * 4]), table, torch.full_like(table, NOWHERE)])
     step = model.decode([token_ids[0], token_ids[44], 0], [0, 44, -1], tables)
-    logits = torch.cat([*got, step[1:2]]).cpu()
+    logits = torch.cat([*got, step[1:2].cpu()])
     torch.testing.assert_close(logits, wanted, rtol=0, atol=TOLERANCE)
     assert logits.argmax(-1).equal(wanted.argmax(-1))
     torch.testing.assert_close(step[0].cpu(), wanted[0], rtol=0, atol=TOLERANCE)
