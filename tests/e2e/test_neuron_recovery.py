@@ -4,18 +4,15 @@ So far this has run on a simulator of libnrt only.
 """
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from neuron_faults import kill_who_receives, until_tried
 from neuron_kit import Host, has_compiler, simulated_host
 from nrt_sim.check_trace import problems
-from openai_kit import eventually
 from process_kit import said
-from serving_kit import Serving
 
 from neuron_di.llm import LLM
 from neuron_di.wire import SamplingParams
@@ -30,7 +27,6 @@ NUM_TOKENS = 12
 PROMPT = "The cat sat on the mat. " * 18
 # The prompt's KV, half a megabyte, takes two seconds then.
 BYTES_PER_S = 250_000
-SENT = '"call": "nrt_async_sendrecv_send_tensor"'
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +56,12 @@ async def test_a_decode_worker_that_dies_while_kv_moves(host: Host, expected: st
     """The prefill worker's device has sends posted to nobody: it is started again, and says why."""
     async with host.serving("--decode=2", "--decode-tp=2") as serving:
         client = serving.client
-        await client.until_idle()  # pairs are tried out first
+        await until_tried(serving)
         answering = asyncio.create_task(
             client.ask(PROMPT, stream=True, max_tokens=NUM_TOKENS, ignore_eos=True)
         )
         try:
-            killed = await _kill_who_receives(host, serving)
+            killed = await kill_who_receives(_trace(host), serving)
             answer = await answering
         finally:
             answering.cancel()
@@ -79,29 +75,13 @@ async def test_a_decode_worker_that_dies_while_kv_moves(host: Host, expected: st
         assert (await client.receipt(again.answer_id))["link"] == "nrt"
     # Neither of the two that ended so could close the runtime; nobody broke another of its rules.
     ended = {serving.pids[killed], serving.pids["prefill-0"]}
-    broken = problems(_trace(host).splitlines())
+    broken = problems(_trace(host).read_text(encoding="utf-8").splitlines())
     assert set(broken) == {f"process {pid}: nrt_init without nrt_close" for pid in ended}
 
 
-async def _kill_who_receives(host: Host, serving: Serving) -> str:
-    """Kill the decode worker to whose device bytes are on their way; its name."""
-    num_before = _trace(host).count(SENT)
-
-    async def receiver() -> str | None:
-        load = await serving.client.load()
-        names = [name for name, status in load.items() if status and status["num_transferring"]]
-        is_sent = _trace(host).count(SENT) > num_before
-        decoding = [name for name in names if name.startswith("decode-")]
-        return decoding[0] if decoding and is_sent else None
-
-    name = await eventually(receiver)
-    os.kill(serving.pids[name], signal.SIGKILL)
-    return name
-
-
-def _trace(host: Host) -> str:
+def _trace(host: Host) -> Path:
     """What the runtimes were asked for so far, a line for each call."""
-    return Path(host.environ["NRT_SIM_TRACE"]).read_text(encoding="utf-8")
+    return Path(host.environ["NRT_SIM_TRACE"])
 
 
 def _other(name: str) -> str:

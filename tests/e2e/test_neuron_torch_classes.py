@@ -5,18 +5,16 @@ So far this has run on a simulator of libnrt and a stand-in for these classes on
 """
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from neuron_faults import kill_who_receives, until_tried
 from neuron_kit import Host, has_compiler, simulated_host
 from nrt_sim.check_trace import check_trace, problems
-from openai_kit import eventually, gather
+from openai_kit import gather
 from process_kit import run, said
-from serving_kit import Serving
 
 from neuron_di.llm import LLM
 from neuron_di.wire import SamplingParams
@@ -32,7 +30,6 @@ LONG = "The cat sat on the mat. " * 18
 PROMPTS = ["Once upon a time", LONG, "Tom", "A bird saw a red ball in the tree, and it sang. Then"]
 # The long prompt's KV, half a megabyte, takes two seconds then.
 BYTES_PER_S = 250_000
-SENT = '"call": "nrt_async_sendrecv_send_tensor"'
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +96,12 @@ async def test_a_decode_worker_that_dies_while_kv_moves(
     slow = host.with_(NRT_SIM_BYTES_PER_S=str(BYTES_PER_S), NRT_SIM_TRACE=str(trace))
     async with slow.serving("--decode=2", "--decode-tp=2") as serving:
         client = serving.client
-        await client.until_idle()  # pairs are tried out first
+        await until_tried(serving)
         answering = asyncio.create_task(
             client.ask(LONG, stream=True, max_tokens=NUM_TOKENS, ignore_eos=True)
         )
         try:
-            killed = await _kill_who_receives(trace, serving)
+            killed = await kill_who_receives(trace, serving)
             answer = await answering
         finally:
             answering.cancel()
@@ -118,26 +115,6 @@ async def test_a_decode_worker_that_dies_while_kv_moves(
     ended = {serving.pids[killed], serving.pids["prefill-0"]}
     broken = problems(_lines(trace))
     assert set(broken) == {f"process {pid}: nrt_init without nrt_close" for pid in ended}
-
-
-async def _kill_who_receives(trace: Path, serving: Serving) -> str:
-    """Kill the decode worker to whose device bytes are on their way; its name."""
-    num_before = _num_sent(trace)
-
-    async def receiver() -> str | None:
-        load = await serving.client.load()
-        names = [name for name, status in load.items() if status and status["num_transferring"]]
-        decoding = [name for name in names if name.startswith("decode-")]
-        is_sent = _num_sent(trace) > num_before
-        return decoding[0] if decoding and is_sent else None
-
-    name = await eventually(receiver)
-    os.kill(serving.pids[name], signal.SIGKILL)
-    return name
-
-
-def _num_sent(trace: Path) -> int:
-    return sum(SENT in line for line in _lines(trace))
 
 
 def _lines(trace: Path) -> list[str]:
