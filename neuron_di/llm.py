@@ -52,7 +52,7 @@ class LLM:
             BlockPool(self._model.backend.pool.num_blocks),
             block_size=limits.block_size,
             batch_size=limits.decode_batch,
-            chunk_tokens=limits.chunk_tokens,
+            chunk_tokens=limits.chunk,
             waiting_max=limits.waiting_max,
         )
         self._events: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()

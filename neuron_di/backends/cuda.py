@@ -10,7 +10,8 @@ Next: neuron_di/backends/cuda_model.py
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ from neuron_di.request import Request
 from neuron_di.types import BlockId, Incarnation
 from neuron_di_bindings.cuda_runtime import CudaError
 
+if TYPE_CHECKING:  # they import Triton
+    from neuron_di.backends.cuda_graphs import DecodeSteps
+    from neuron_di.backends.cuda_model import CudaModel
+
 __all__ = ["CudaBackend", "open_backend", "plan_device"]
 
 _log = get_logger(__name__)
@@ -41,6 +46,14 @@ def open_backend(options: BackendOptions) -> Backend:
     if not isinstance(options.plan, CudaPlan):
         raise ConfigError("device 'cuda' is not available to options that were planned for cpu")
     return CudaBackend(options, options.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """What knows the pool by its address, and goes before it."""
+
+    model: "CudaModel"
+    steps: "DecodeSteps"
 
 
 class CudaBackend:
@@ -63,7 +76,7 @@ class CudaBackend:
         self.layout = options.layout
         self.num_vocab = options.spec.num_vocab
         self.numerics: str | None = _numerics(plan) if plan.is_invariant else None
-        self._has_pool = False
+        self._open: _Computing | None = None
         with self._guarded_start(), self._device.computing():
             # The pool first: it is the larger part, and what lacks shows before minutes of loading.
             self._make_pool(options.num_blocks, options.incarnation)
@@ -108,7 +121,7 @@ class CudaBackend:
                 for layer in range(self.layout.num_layers if after_layer is not None else 0):
                     tell(layer)
                 return logits_V if chunk.is_last else None
-            return self._model.run_chunk(
+            return self._computing.model.run_chunk(
                 request.token_ids(chunk.start, chunk.end),
                 start=chunk.start,
                 block_ids=request.block_ids,
@@ -123,7 +136,7 @@ class CudaBackend:
             self._require_on_device(request, request.num_computed)
         written = [each.block_ids[each.num_computed // size] for each in batch.requests]
         with self._step(written):
-            return self._steps.run(batch.requests)
+            return self._computing.steps.run(batch.requests)
 
     def draw(self, logits_BV: Tensor, requests: Sequence[Request]) -> list[int | None]:
         with self._step([]):
@@ -135,7 +148,7 @@ class CudaBackend:
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:  # noqa: ARG002
         """Wait for all that was launched, whichever blocks it writes. As a rule it is done: a
         request ends when its token was read."""
-        if self._has_pool and self._blocks.lost is None:
+        if self._open is not None and self._blocks.lost is None:
             try:
                 self._device.synchronize()
             except Exception as error:
@@ -146,9 +159,7 @@ class CudaBackend:
         self._blocks.watch_loss(on_lost)
 
     def close_pool(self) -> None:
-        if self._has_pool:
-            # Graphs and model know the pool by address only: they go first.
-            self._has_pool = False
+        if self._open is not None:
             try:
                 self._device.synchronize()
             except Exception as error:  # nothing runs on a device that is lost
@@ -183,11 +194,10 @@ class CudaBackend:
 
     def _drop_pool(self) -> None:
         """With all that knows it, and the memory that torch keeps for that."""
-        if (steps := self.__dict__.pop("_steps", None)) is not None:
+        if self._open is not None:
             with contextlib.suppress(CudaError):  # of a device that is lost
-                steps.close()
-        del steps
-        self.__dict__.pop("_model", None)
+                self._open.steps.close()
+            self._open = None
         self._blocks.close()
         if not self._device.is_interpreted and self._blocks.lost is None:
             torch.cuda.empty_cache()  # the next pool is not torch's to make room for
@@ -209,7 +219,7 @@ class CudaBackend:
             (num_blocks, *layout.rank_shape),
             getattr(torch, layout.dtype),
         )
-        self._model = CudaModel(
+        model = CudaModel(
             spec,
             self._weights,
             (cosines.to(device.torch_device), sines.to(device.torch_device)),
@@ -217,19 +227,25 @@ class CudaBackend:
             is_invariant=plan.is_invariant,
             num_multiprocessors=device.num_multiprocessors,
         )
-        self._steps = DecodeSteps(
-            self._model,
+        steps = DecodeSteps(
+            model,
             device,
             rows_max=plan.decode_batch,
             blocks_max=layout.num_blocks_for(num_positions),
             has_graphs=plan.has_graphs,
         )
+        self._open = _Computing(model, steps)
         # Kernels are compiled before the worker says that it is ready. Block 0 is nobody's yet.
-        logits_V = self._model.run_chunk([0, 0], start=0, block_ids=[0], with_logits=True)
+        logits_V = model.run_chunk([0, 0], start=0, block_ids=[0], with_logits=True)
         assert logits_V is not None, "they were asked for"
         warm_up(logits_V[None])
         device.synchronize()
-        self._has_pool = True
+
+    @property
+    def _computing(self) -> _Computing:
+        if self._open is None:
+            raise LocalProtocolError("the pool is closed")
+        return self._open
 
     def _replay(self, chunk: PrefillChunk) -> Tensor:
         """Compute positions as decode steps did: each is a row. The last one's logits [V]."""
@@ -239,7 +255,7 @@ class CudaBackend:
         for begin in range(chunk.start, chunk.end, _REPLAY_ROWS):
             end = min(begin + _REPLAY_ROWS, chunk.end)
             ids = request.token_ids(begin, end)
-            logits_BV = self._model.decode_rows(
+            logits_BV = self._computing.model.decode_rows(
                 torch.tensor(ids, dtype=torch.int32, device=device),
                 torch.arange(begin, end, dtype=torch.int32, device=device),
                 table_N.expand(end - begin, -1),

@@ -72,7 +72,7 @@ def plan_device(options: EngineOptions, spec: ModelSpec, folder: Path) -> CudaPl
         dtype=dtype,
         block_size=options.block_size,
         num_ranks=1,
-        chunk_tokens=options.chunk_tokens,
+        chunk_tokens=options.chunk,
         workspace_tokens=0,
         device=device,
         workspace_bytes=_workspace_bytes(spec, dtype, options),
@@ -92,7 +92,7 @@ def _index(text: str) -> int:
 def _workspace_bytes(spec: ModelSpec, dtype: str, options: EngineOptions) -> int:
     """A layer's activations in the largest step, the logits of each graph, the table of angles."""
     query = spec.num_heads * spec.head_dim
-    rows = max(options.chunk_tokens, options.decode_batch)
+    rows = max(options.chunk, options.decode_batch)
     activations = rows * (4 * spec.hidden + spec.num_qkv + 2 * query + 4 * spec.intermediate)
     logits = 3 * options.decode_batch * spec.num_vocab * _BYTES_PER_LOGIT
     angles = spec.head_dim * spec.context_tokens * 4

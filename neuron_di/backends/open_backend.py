@@ -66,8 +66,8 @@ def plan_device(options: EngineOptions, spec: ModelSpec, folder: Path) -> Device
         dtype="float32" if options.dtype == "auto" else options.dtype,
         block_size=options.block_size,
         num_ranks=options.tp,
-        chunk_tokens=options.chunk_tokens,
-        workspace_tokens=options.chunk_tokens,
+        chunk_tokens=options.chunk,
+        workspace_tokens=options.chunk,
     )
 
 

@@ -81,9 +81,9 @@ class EngineOptions:
         at_most=4096,
     )
     decode_batch: int = _decode_batch()
-    chunk_tokens: int = option(
-        "a longer prompt is computed in pieces of this many tokens",
-        default=512,
+    chunk_tokens: int | None = option(
+        "a longer prompt is computed in pieces of this many tokens; none takes 512, on a GPU 2048",
+        default=None,
         at_least=1,
         at_most=1 << 20,
     )
@@ -102,6 +102,11 @@ class EngineOptions:
     )
     cuda: CudaOptions = field(default_factory=CudaOptions)
     neuron: NeuronOptions = field(default_factory=NeuronOptions)
+
+    @property
+    def chunk(self) -> int:
+        """`chunk_tokens`, or what the device takes by default. A GPU is not full with less."""
+        return self.chunk_tokens or (2048 if self.device == "cuda" else 512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,7 +163,7 @@ class Worker:
     def _numerics(self) -> str | None:
         of_backend = self._model.backend.numerics
         limits = self._model.limits(self._options.engine)
-        return of_backend and f"{of_backend} chunk={limits.chunk_tokens}"
+        return of_backend and f"{of_backend} chunk={limits.chunk}"
 
     def status(self) -> WorkerStatus:
         """The record and the load at this moment. Counters only: read without a lock."""
@@ -250,7 +250,7 @@ class Worker:
                 self._block_pool,
                 block_size=limits.block_size,
                 batch_size=limits.decode_batch,
-                chunk_tokens=limits.chunk_tokens,
+                chunk_tokens=limits.chunk,
                 waiting_max=limits.waiting_max,
             )
             engine = self._engine_for(combined)
@@ -268,7 +268,7 @@ class Worker:
                 self._block_pool,
                 block_size=limits.block_size,
                 batch_size=limits.prefill_batch,
-                chunk_tokens=limits.chunk_tokens,
+                chunk_tokens=limits.chunk,
                 waiting_max=limits.waiting_max,
             )
             engine = self._engine_for(prefill)

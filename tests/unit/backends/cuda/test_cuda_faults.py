@@ -55,7 +55,7 @@ def test_a_step_without_memory_costs_that_step(llama_folder, monkeypatch):
         prefill(backend, request)
         error = torch.cuda.OutOfMemoryError("CUDA out of memory")
         with monkeypatch.context() as patch:
-            patch.setattr(backend._steps, "run", fail_with(error))
+            patch.setattr(backend._computing.steps, "run", fail_with(error))
             with pytest.raises(torch.cuda.OutOfMemoryError):
                 decode(backend, request)
         backend.quiesce(request.block_ids)
@@ -70,7 +70,7 @@ def test_a_device_that_fails_is_lost_once_and_for_all_steps(llama_folder, monkey
         request = make_request(random_prompt(5), [4])
         prefill(backend, request)
         with monkeypatch.context() as patch:
-            patch.setattr(backend._steps, "run", fail_with(torch.AcceleratorError(ILLEGAL)))
+            patch.setattr(backend._computing.steps, "run", fail_with(torch.AcceleratorError(ILLEGAL)))
             with pytest.raises(BackendLost, match="illegal memory access"):
                 decode(backend, request)
         for step in (

@@ -31,17 +31,17 @@ def test_a_row_of_the_table_is_copied_when_it_changes_only(llama_folder, monkeyp
         for request in requests:
             prefill(backend, request)
         copied = []
-        place = backend._steps._place
+        place = backend._computing.steps._place
 
         def watched(row, block_ids):
-            before = backend._steps._table_BN.clone()
+            before = backend._computing.steps._table_BN.clone()
             place(row, block_ids)
-            if not torch.equal(before, backend._steps._table_BN):
+            if not torch.equal(before, backend._computing.steps._table_BN):
                 copied.append((row, list(block_ids)))
 
-        monkeypatch.setattr(backend._steps, "_place", watched)
+        monkeypatch.setattr(backend._computing.steps, "_place", watched)
         decode(backend, *requests)
         decode(backend, *requests)
         decode(backend, requests[1])
         assert copied == [(0, [1]), (1, [2]), (0, [2])]
-        assert backend._steps._number_2B[1].tolist()[:1] == [requests[1].num_computed - 1]
+        assert backend._computing.steps._number_2B[1].tolist()[:1] == [requests[1].num_computed - 1]

@@ -49,6 +49,7 @@ def test_what_follows_from_the_options(llama_folder):
     plan = planned(llama_folder, dtype="auto", chunk_tokens=48)
     assert (plan.dtype, plan.block_size, plan.num_ranks) == ("bfloat16", BLOCK_SIZE, 1)
     assert (plan.chunk_tokens, plan.workspace_tokens, plan.num_slots) == (48, 0, None)
+    assert planned(llama_folder, chunk_tokens=None).chunk_tokens == 2048
     assert (plan.has_graphs, plan.is_invariant, plan.num_sharing) == (True, False, 1)
     other = planned(
         llama_folder,
