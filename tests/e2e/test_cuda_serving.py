@@ -4,6 +4,7 @@ So far this has run in Triton's interpreter and on a simulator of the CUDA runti
 """
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -86,6 +87,38 @@ async def test_a_killed_decode_worker(host: GpuHost, expected: list[str]) -> Non
         assert [(await answer).text for answer in asking] == expected
         await said(serving.process, "^decode-0 is back")
         await check(client, expected, "cuda_ipc")
+
+
+async def test_what_a_killed_worker_leaves_is_continued_exactly(
+    host: GpuHost, expected: list[str]
+) -> None:
+    """With rows that do not depend on their batch: answer and receipt say so, and it is so."""
+    async with host.serving("--decode=2", "--batch-invariant") as serving:
+        client = serving.client
+        await client.until_idle()
+        texts: list[str] = []
+        continued: list[Any] = []
+        params = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+        async with client.post(PROMPTS[0], **params) as answer:
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix(b"data: "))
+                texts += [choice["text"] for choice in chunk["choices"]]
+                continued += [chunk["neuron_di"]] if "neuron_di" in chunk else []
+                if len(texts) == NUM_TOKENS // 2:  # what it has is replayed
+                    (name,) = await busy_decode_workers(client)
+                    os.kill(serving.pids[name], signal.SIGKILL)
+        assert "".join(texts) == expected[0]
+        assert continued == [{"continued": 1, "grade": "exact"}]
+        receipt = await client.receipt(chunk["id"])
+        first, second = receipt["attempts"]
+        assert first["num_tokens"] >= NUM_TOKENS // 2 > 0 < second["num_tokens"]
+
+
+async def busy_decode_workers(client: Client) -> list[str]:
+    load = await client.load()
+    return [name for name, status in load.items() if name != "prefill-0" and status["num_running"]]
 
 
 async def test_a_device_that_fails_in_a_step(
