@@ -114,6 +114,13 @@ _KINDS = (
     EngineKind(  # on a simulated GPU: tests/device has a real one
         name="cuda_ipc", make=CudaIpcEngine, make_pool=fake_cuda.make_pool, lack=fake_cuda.WHY_NOT
     ),
+    EngineKind(  # out of the mirror, and into it
+        name="tcp, with KV in GPU memory",
+        make=TcpEngine,
+        make_pool=fake_cuda.make_pool,
+        lack=fake_cuda.WHY_NOT,
+        is_variant=True,
+    ),
     EngineKind(  # on a simulated device
         name="nrt",
         make=nrt_end.make_engine,

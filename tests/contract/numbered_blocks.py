@@ -52,6 +52,15 @@ class NumberedBlocks:
             while self.pool.retire(self.ids_of(numbers)):
                 self.follow()
 
+    def begin(self, block_ids: Sequence[BlockId]) -> None:
+        """A receive into them is about to be posted."""
+        self.pool.begin_fill(block_ids)
+
+    def end(self, block_ids: Sequence[BlockId]) -> None:
+        """It brought what they hold now, wherever the engine wrote that."""
+        self.pool.end_fill(block_ids, len(block_ids) * self.pool.layout.block_size)
+        self.follow()
+
     def follow(self) -> None:
         with self._lock:
             for went, came in self.pool.exchanges():
@@ -89,17 +98,22 @@ class NumberedBlocks:
             self._bring("to_host", key)  # for what of it stays as it is
             self._memory[self._place(key)] = value
             self._bring("to_device", key)
+            if isinstance(self.pool, DevicePool):  # whose memory a processor can write here
+                self.pool.mark_on_device(np.atleast_1d(self.ids[self._first(key)]).tolist())
 
     def _bring(self, way: Literal["to_host", "to_device"], key: Any) -> None:
         """Where KV is on a device, and this memory its mirror."""
         pool = self.pool
         if not isinstance(pool, NeuronPool):
             return
-        for block_id in np.atleast_1d(self.ids[key[0] if isinstance(key, tuple) else key]).tolist():
+        for block_id in np.atleast_1d(self.ids[self._first(key)]).tolist():
             if way == "to_device":
                 pool.to_device(block_id, pool.layout.block_size)
             elif pool.is_on_device(block_id):
                 pool.to_host(block_id, pool.layout.block_size)
+
+    def _first(self, key: Any) -> Any:
+        return key[0] if isinstance(key, tuple) else key
 
     def _place(self, key: Any) -> Any:
         return (self.ids[key[0]], *key[1:]) if isinstance(key, tuple) else self.ids[key]

@@ -182,8 +182,9 @@ def _receive(order: dict[str, Any], blocks: NumberedBlocks, engine: TransferEngi
         source=BlockSource(order["block_ids"], order["generations"]),
         block_ids=blocks.ids_of(range(len(order["block_ids"]))),
     )
+    blocks.begin(receive.block_ids)
     token = engine.post_receive(PREFILL, receive)
-    Outcome(engine, receive, token, lambda _: blocks.follow())
+    Outcome(engine, receive, token, lambda _: blocks.end(receive.block_ids))
 
 
 def _runs_of(order: dict[str, Any]) -> Runs:

@@ -65,8 +65,9 @@ class Scene:
         )
 
     def post(self, receive):
+        self.received.begin(receive.block_ids)
         token = self.engine.post_receive(PREFILL, receive)
-        return Outcome(self.engine, receive, token, lambda _: self.received.follow())
+        return Outcome(self.engine, receive, token, lambda _: self.received.end(receive.block_ids))
 
     def transfer(self, receive):
         outcome = self.post(receive)
