@@ -24,9 +24,8 @@ test: $(VENV)/dev etcd ## the whole test suite
 test-optimised: $(VENV)/dev etcd ## the same under python -O: no check may hide in an assert
 	$(BIN)/python -O -m pytest --numprocesses 2 $(TESTS)
 
-test-kernels: $(VENV)/dev ## what computes on CUDA: on a GPU, else in Triton's interpreter (190 MB, 15 min)
-	$(BIN)/python -m pip install --quiet 'triton>=3.6' $(PIP_ARGS)
-	$(BIN)/python -m pytest --numprocesses 2 tests/unit/backends/cuda_kernels tests/unit/backends/cuda \
+test-kernels: $(VENV)/dev ## all that computes on CUDA: on a GPU, else in Triton's interpreter
+	$(BIN)/python -m pytest --numprocesses 2 -m '' tests/unit/backends/cuda_kernels tests/unit/backends/cuda \
 	  tests/e2e/test_cuda_serving.py
 
 # On a machine that may have no network: with PYTHON, else with .venv where it is there.

@@ -21,7 +21,7 @@ SHAPE = ("--context-tokens=160", "--decode-batch=4", "--chunk-tokens=32", "--thr
 
 needs_interpreter = pytest.mark.skipif(
     find_spec("triton") is None or WHY_NOT is not None,
-    reason=WHY_NOT or "Triton, of the extra `cuda`, is missing: make test-kernels",
+    reason=WHY_NOT or "Triton, of the extra `dev`, is missing",
 )
 
 

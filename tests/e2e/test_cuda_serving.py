@@ -18,7 +18,12 @@ from process_kit import run, said
 from neuron_di.llm import LLM
 from neuron_di.wire import SamplingParams
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session"), needs_interpreter]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.minutes,
+    pytest.mark.asyncio(loop_scope="session"),
+    needs_interpreter,
+]
 
 NUM_TOKENS = 10
 PROMPTS = [

@@ -5,7 +5,7 @@ So far this has run in Triton's interpreter and on a simulator of the CUDA runti
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 import torch
 from backend_kit import make_request, opened

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 import torch
 from backend_kit import decode, make_request, prefill, random_prompt

@@ -6,7 +6,7 @@ is too old, and PyTorch that finds none, are played by replacing what PyTorch sa
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 import os
 import subprocess

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 from composed_model import ComposedModel
 from kernel_kit import DEVICE, NOWHERE, assert_same_bits, int32

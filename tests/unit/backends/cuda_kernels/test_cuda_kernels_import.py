@@ -32,7 +32,7 @@ def test_the_cpu_backend_loads_no_triton():
 
 
 def test_whoever_imports_the_kernels_gets_all_of_their_names():
-    pytest.importorskip("triton", reason="Triton is missing: make test-kernels")
+    pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
     from neuron_di.backends import cuda_kernels
 
     assert all(hasattr(cuda_kernels, name) for name in cuda_kernels.__all__)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 from neuron_di.backends.cuda_kernels.interpreter import _from_bfloat16, _to_bfloat16
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 COMPILER = Path(__file__).parent / "hopper_compiler.py"
 PACKAGE = "neuron_di.backends.cuda_kernels"

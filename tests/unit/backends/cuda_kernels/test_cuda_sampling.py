@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton, of the extra `cuda`, is missing: make test-kernels")
+pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 from kernel_kit import DEVICE
 
