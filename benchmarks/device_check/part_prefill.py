@@ -54,7 +54,7 @@ def prompt_lengths(settings: Settings) -> tuple[int, ...]:
 
 def chunks(settings: Settings) -> tuple[int, ...]:
     """The default of `--chunk-tokens` first."""
-    return (16, 32) if settings.is_small else (512, 2048, 8192)
+    return (16, 32) if settings.is_small else (2048, 512, 8192)
 
 
 def prefill_s(model: DeviceModel, length: int, settings: Settings) -> float:

@@ -39,6 +39,7 @@ PARTS = (
     _part("backend", "Tests: the backend", 420, 30, (*_TESTS, *_MODEL, "triton")),
     _part("models", "Random checkpoints", 300, 30, _MODEL),
     _part("equality", "Tokens against the CPU backend", 420, 60, (*_MODEL, "triton")),
+    _part("attention", "Attention beside torch's own", 240, 40, ("msgspec", "torch", "triton")),
     _part("decode", "Decode", 540, 60, (*_MODEL, "triton")),
     _part("prefill", "Prefill", 300, 40, (*_MODEL, "triton")),
     _part("invariant", "What batch invariance costs", 300, 40, (*_MODEL, "triton")),
