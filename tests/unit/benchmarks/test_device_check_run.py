@@ -255,7 +255,7 @@ def test_a_run_without_time_skips_its_parts_and_says_so(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "models" not in said
     assert "environment" not in said
-    assert "[13/13] faults" in said
+    assert "[14/14] faults" in said
 
 
 def test_settings_travel_as_json():
