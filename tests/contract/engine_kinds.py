@@ -121,6 +121,21 @@ _KINDS = (
         lack=fake_cuda.WHY_NOT,
         is_variant=True,
     ),
+    EngineKind(
+        name="shm, with KV in GPU memory",
+        make=ShmEngine,
+        make_pool=fake_cuda.make_mirrored_pool,
+        lack=fake_cuda.WHY_NOT,
+        is_variant=True,
+    ),
+    EngineKind(
+        name="nixl, with KV in GPU memory",
+        make=NixlEngine,
+        make_pool=fake_cuda.make_mirrored_pool,
+        package="nixl_cu12",
+        lack=fake_cuda.WHY_NOT,
+        is_variant=True,
+    ),
     EngineKind(  # on a simulated device
         name="nrt",
         make=nrt_end.make_engine,

@@ -46,6 +46,13 @@ def make_pool(layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> De
     return DevicePool.create(layout, num_blocks, incarnation, runtime=fake_runtime())
 
 
+def make_mirrored_pool(layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> DevicePool:
+    """As workers have it whose engine reads the mirror: what is promised is brought there."""
+    pool = make_pool(layout, num_blocks, incarnation)
+    pool.keeps_mirror = True
+    return pool
+
+
 class Steering:
     """What a test makes the simulated device of this process do."""
 

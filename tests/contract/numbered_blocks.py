@@ -43,6 +43,8 @@ class NumberedBlocks:
         """These blocks as a prefill worker offers them in Ready."""
         with self._lock:
             ids = self.ids_of(numbers)
+            if isinstance(self.pool, DevicePool) and self.pool.keeps_mirror:
+                self.pool.to_host(ids)
             return BlockSource(ids, self.pool.generations(ids))
 
     def give_up(self, numbers: Iterable[int]) -> None:
