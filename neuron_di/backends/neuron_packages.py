@@ -6,8 +6,8 @@ from pathlib import Path
 
 from neuron_di.config import NeuronOptions
 from neuron_di.errors import ConfigError
+from neuron_di.neuron_releases import AWS_INDEX
 
-AWS_INDEX = "https://pip.repos.neuron.amazonaws.com"
 # What decides what a compiled model computes.
 _VERSIONED = (
     "neuronx-distributed-inference",

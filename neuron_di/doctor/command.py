@@ -19,7 +19,7 @@ from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.options import DoctorOptions, read_options
 from neuron_di.doctor.report import Doing, FindingPrinter, Report
 from neuron_di.doctor.runner import run_check
-from neuron_di.errors import NeuronDiError
+from neuron_di.errors import ConfigError, NeuronDiError
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -52,6 +52,7 @@ def _run(flags: argparse.Namespace) -> int:
     options = read_options(flags, machine.environment)
     checks = chosen(options)
     if flags.first_hour is not None:
+        _refuse_beside_first_hour(flags, options)
         from neuron_di.doctor.first_hour import write_report
 
         return write_report(machine, options, Path(flags.first_hour))
@@ -69,6 +70,21 @@ def _run(flags: argparse.Namespace) -> int:
         else:
             printer.show_summary(report)
     return 0 if report.is_well else 1
+
+
+def _refuse_beside_first_hour(flags: argparse.Namespace, options: DoctorOptions) -> None:
+    """ConfigError for what would change nothing: it asks its own questions, and has its report."""
+    if options.only:
+        raise ConfigError(
+            "--first-hour asks its own questions, and takes no --only: leave one of them out",
+            param="only",
+        )
+    if flags.json:
+        raise ConfigError(
+            "--first-hour writes its JSON into its report, and takes no --json: leave one of them "
+            "out",
+            param="json",
+        )
 
 
 @contextmanager

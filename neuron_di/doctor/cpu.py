@@ -29,7 +29,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     """Our kernels as they load here, and torch as it loads here."""
     yield _kernels()
     yield _compiled()
-    yield _torch()
+    yield _torch(machine, options)
 
 
 def _kernels() -> Finding:
@@ -85,10 +85,18 @@ def _is_built(name: str) -> bool:
     )
 
 
-def _torch() -> Finding:
+def _torch(machine: Machine, options: DoctorOptions) -> Finding:
     try:
         import torch
     except (ImportError, OSError) as error:  # also a library of its own that does not load
+        if options.device == "auto" and _is_absent(machine, error):
+            return Finding(
+                check="cpu.torch",
+                grade=Grade.WARNING,
+                says="torch is not installed: a proxy needs none, a worker does",
+                mend="For a proxy nothing; for a worker pip install torch, on a machine without a "
+                "GPU from PyTorch's CPU index, as the README says.",
+            )
         return Finding(
             check="cpu.torch",
             grade=Grade.FAILED,
@@ -102,3 +110,9 @@ def _torch() -> Finding:
         says=f"torch {torch.__version__} loads",
         facts={"version": str(torch.__version__)},
     )
+
+
+def _is_absent(machine: Machine, error: Exception) -> bool:
+    """Whether there is no torch at all, rather than one that lacks a part or does not load."""
+    is_not_found = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    return is_not_found and machine.package("torch") is None

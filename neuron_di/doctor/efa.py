@@ -42,13 +42,14 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     yield _adapters(adapters, row, is_needed=is_needed)
     if not adapters:
         return
-    yield from _driver(machine, adapters)
+    yield from _driver(machine, adapters, is_needed=is_needed)
     wanted, missing = _device_files(machine)
     yield from _verbs(machine, wanted, missing, is_needed=options.device == "neuron")
     if row is not None and row.efa_of_device:
         yield _pairs(machine, adapters, row)
     if not missing or len(missing) < len(wanted):  # libfabric sees what has a file
-        yield from _fabric(machine, len(adapters) - len(missing), is_neuron)
+        num_here = len(adapters) - len(missing)
+        yield from _fabric(machine, num_here, is_neuron, is_needed=is_needed)
 
 
 def _adapters(adapters: Sequence[PciDevice], row: Instance | None, *, is_needed: bool) -> Finding:
@@ -64,6 +65,14 @@ def _adapters(adapters: Sequence[PciDevice], row: Instance | None, *, is_needed:
             grade=Grade.NOTE,
             says=f"{row.name} has no EFA: KV goes by shared memory on one host, and by TCP between "
             "hosts",
+            facts=facts,
+        )
+    if count == 0 and not row.efa_of_device:
+        return Finding(
+            check="efa.adapters",
+            grade=Grade.NOTE,
+            says=f"no EFA adapter is attached; that of {row.name} would reach no device's memory: "
+            "KV goes by way of the host either way",
             facts=facts,
         )
     if count == 0:
@@ -87,13 +96,15 @@ def _adapters(adapters: Sequence[PciDevice], row: Instance | None, *, is_needed:
     return Finding(check="efa.adapters", grade=Grade.OK, says=found, facts=facts)
 
 
-def _driver(machine: Machine, adapters: Sequence[PciDevice]) -> Iterator[Finding]:
+def _driver(
+    machine: Machine, adapters: Sequence[PciDevice], *, is_needed: bool
+) -> Iterator[Finding]:
     version = machine.read(_DRIVER_FILE)
     bare = [adapter.address for adapter in adapters if adapter.driver != "efa"]
     if bare:
         yield Finding(
             check="efa.driver",
-            grade=Grade.FAILED,
+            grade=Grade.FAILED if is_needed else Grade.WARNING,
             says=f"the EFA driver does not have {len(bare)} of {len(adapters)} adapters"
             + ("" if version else ": it is not loaded"),
             mend="Install the driver with AWS's EFA installer, or sudo modprobe efa.",
@@ -208,7 +219,9 @@ def _listed(row: Instance) -> str:
     return "; ".join(f"{','.join(numbers)} by {address}" for address, numbers in devices.items())
 
 
-def _fabric(machine: Machine, num_adapters: int, is_neuron: bool) -> Iterator[Finding]:
+def _fabric(
+    machine: Machine, num_adapters: int, is_neuron: bool, *, is_needed: bool
+) -> Iterator[Finding]:
     found = libfabric.look(machine)
     if found is None:
         yield Finding(
@@ -223,7 +236,7 @@ def _fabric(machine: Machine, num_adapters: int, is_neuron: bool) -> Iterator[Fi
     if len(found.domains) < num_adapters:
         yield Finding(
             check="efa.libfabric",
-            grade=Grade.FAILED,
+            grade=Grade.FAILED if is_needed else Grade.WARNING,
             says=f"libfabric sees {len(found.domains)} of {num_adapters} EFA adapters"
             + (f": {found.words}" if found.words else ""),
             mend="Are the device files of all adapters here (above), and no others in "

@@ -48,7 +48,8 @@ def write_report(machine: Machine, options: DoctorOptions, path: Path) -> int:
 
 
 def _writable(path: Path) -> Path:
-    """Where the report goes: what a link leads to. It replaces a file, and nothing else.
+    """Where the report goes: what a link leads to. It replaces a file, and nothing else; its
+    folder is there.
 
     ConfigError where it cannot.
     """
@@ -57,7 +58,6 @@ def _writable(path: Path) -> Path:
         if path.exists() and not stat.S_ISREG(os.stat(path).st_mode):
             raise ConfigError(f"--first-hour: {path} is no ordinary file: name one")
         path = path.resolve()
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
             return path
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle

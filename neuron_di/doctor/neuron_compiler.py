@@ -10,7 +10,7 @@ from neuron_di.config import DoctorOptions
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import needs_neuron
-from neuron_di.doctor.neuron_releases import sdks_of
+from neuron_di.neuron_releases import AWS_INDEX, sdks_of
 
 _PROGRAM = "neuronx-cc"
 _TIMEOUT_S = 30.0
@@ -46,8 +46,6 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
 
 
 def _unusable(says: str) -> Finding:
-    from neuron_di.backends.neuron_packages import AWS_INDEX  # with torch
-
     return Finding(
         check="neuron.compiler",
         grade=Grade.WARNING,

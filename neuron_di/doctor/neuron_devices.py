@@ -50,7 +50,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     row = INSTANCES.get(instance_type(machine))
     yield _instance(machine, row)
     yield from _devices(machine, options, row)
-    yield from _health(machine)
+    yield from _health(machine, bad(machine, options))
     yield from _cores(machine, options, row)
     yield from _users(machine)
 
@@ -172,7 +172,7 @@ def _no_devices(machine: Machine, options: DoctorOptions) -> Finding:
     )
 
 
-def _health(machine: Machine) -> Iterator[Finding]:
+def _health(machine: Machine, bad_grade: Grade) -> Iterator[Finding]:
     """Errors that the driver counted since it was loaded. Some drivers show them to root only."""
     counts: dict[str, int] = {}
     sick: list[str] = []
@@ -189,9 +189,9 @@ def _health(machine: Machine) -> Iterator[Finding]:
         named = ", ".join([f"{name} {count}" for name, count in counts.items()] + sick)
         yield Finding(
             check="neuron.health",
-            grade=Grade.FAILED,
+            grade=bad_grade,
             says=f"the driver counts hardware errors: {named}",
-            mend=_RETIRE,
+            mend=or_without(_RETIRE, bad_grade),
             facts={"errors": counts, "unhealthy": sick},
         )
 

@@ -14,15 +14,16 @@ from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import Asked, ask_library, bad, expects_neuron, or_without
 from neuron_di.doctor.neuron_devices import DRIVER_FILE
 from neuron_di.doctor.neuron_instances import INSTANCES, NEURON_IDS
-from neuron_di.doctor.neuron_releases import (
+from neuron_di.doctor.pci import instance_type, neuron_devices
+from neuron_di.neuron_cores import RUNTIME_FUNCTIONS, RUNTIME_MAJOR
+from neuron_di.neuron_releases import (
+    AWS_INDEX,
     numbers_of,
     overflows_at_4_gib,
     sdks_of,
     short,
     why_not_together,
 )
-from neuron_di.doctor.pci import instance_type, neuron_devices
-from neuron_di.neuron_cores import RUNTIME_FUNCTIONS, RUNTIME_MAJOR
 
 _SEND_RECEIVE = "nrt_async_sendrecv_init"
 _ATTACHED_EFA = "nrt_get_attached_efa_bdf"
@@ -60,7 +61,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     versions = {name: machine.package(name) for name in _PARTS}
     yield from _packages(machine, grade)
     yield from _releases(driver, runtime, versions)
-    yield from _torch(machine, versions["torch-neuronx"])
+    yield from _torch(machine, versions["torch-neuronx"], grade)
     yield from _inference(versions["neuronx-distributed-inference"], _family(machine))
     yield from _nixl(machine)
 
@@ -200,8 +201,6 @@ def _packages(machine: Machine, bad_grade: Grade) -> Iterator[Finding]:
     missing = [name for name in _NEEDED if not _has_content(machine, name)]
     if not missing:
         return
-    from neuron_di.backends.neuron_packages import AWS_INDEX  # with torch
-
     placeholders = [name for name in missing if machine.package(name) is not None]
     hollow = f"; {', '.join(placeholders)} is an empty placeholder" if placeholders else ""
     yield Finding(
@@ -270,16 +269,16 @@ def _releases(
     )
 
 
-def _torch(machine: Machine, torch_neuronx: str | None) -> Iterator[Finding]:
+def _torch(machine: Machine, torch_neuronx: str | None, bad_grade: Grade) -> Iterator[Finding]:
     """torch-neuronx has code that is built for one torch, whose version its own begins with."""
     torch, wanted = machine.package("torch") or "", numbers_of(torch_neuronx or "")
     if len(wanted) > 3 and torch and numbers_of(torch)[:2] != wanted[:2]:
         yield Finding(
             check="neuron.torch",
-            grade=Grade.FAILED,
+            grade=bad_grade,
             says=f"torch-neuronx {torch_neuronx} is built for torch {short(torch_neuronx or '')}, "
             f"and torch {torch} is installed",
-            mend=f"pip install 'torch=={short(torch_neuronx or '')}.*'.",
+            mend=or_without(f"pip install 'torch=={short(torch_neuronx or '')}.*'.", bad_grade),
             facts={"torch": torch, "torch_neuronx": torch_neuronx},
         )
 

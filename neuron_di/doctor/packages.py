@@ -48,7 +48,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
             says="neuron-di is not installed as a package, so nothing says what it needs",
         )
         return
-    yield from _needed(machine, wanted.get("", []))
+    yield from _needed(machine, wanted.get("", []), options)
     yield from _extras(machine, wanted, options)
     yield from _torch(machine)
     yield from _conflicts(machine, wanted)
@@ -68,20 +68,16 @@ def _requirements(machine: Machine) -> dict[str, list[Requirement]] | None:
     return by_extra
 
 
-def _needed(machine: Machine, requirements: list[Requirement]) -> Iterator[Finding]:
+def _needed(
+    machine: Machine, requirements: list[Requirement], options: DoctorOptions
+) -> Iterator[Finding]:
     num_well = 0
     for requirement in requirements:
         version = machine.package(requirement.name)
         if _fits(requirement, version):
             num_well += 1
         elif version is None:
-            yield Finding(
-                check="packages.needed",
-                grade=Grade.FAILED,
-                says=f"{requirement.name} is not installed, and neuron-di needs it",
-                mend=f"pip install '{_words(requirement)}'",
-                facts={"name": requirement.name, "wanted": str(requirement.specifier)},
-            )
+            yield _not_installed(requirement, options)
         else:
             yield _other_version(machine, requirement, version)
     yield Finding(
@@ -90,6 +86,20 @@ def _needed(machine: Machine, requirements: list[Requirement]) -> Iterator[Findi
         says=f"{num_well} of {counted(len(requirements), 'needed package')} "
         f"{'is' if num_well == 1 else 'are'} there, of a version that was asked for",
         facts={"num_wanted": len(requirements), "num_well": num_well},
+    )
+
+
+def _not_installed(requirement: Requirement, options: DoctorOptions) -> Finding:
+    """Nobody knows of a machine whether it is to be a proxy's, which has no torch."""
+    may_lack = requirement.name == "torch" and options.device == "auto"
+    says = f"{requirement.name} is not installed, and neuron-di needs it"
+    mend = f"pip install '{_words(requirement)}'"
+    return Finding(
+        check="packages.needed",
+        grade=Grade.WARNING if may_lack else Grade.FAILED,
+        says="torch is not installed: a proxy needs none, a worker does" if may_lack else says,
+        mend=f"For a proxy nothing, else {mend}" if may_lack else mend,
+        facts={"name": requirement.name, "wanted": str(requirement.specifier)},
     )
 
 

@@ -14,7 +14,7 @@ from neuron_di.errors import NeuronDiError
 from neuron_di_bindings.nrt import NrtError, NrtMissing, NrtMisuse, NrtUnsupported
 
 _STDOUT = 1
-_WORDS_MAX = 300
+_WORDS_MAX = 600  # why there is no runtime has each path twice, and what to do at its end
 
 # What a machine may be the reason for, beside what the runtime answers.
 _MAY_BE = (

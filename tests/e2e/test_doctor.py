@@ -81,6 +81,8 @@ async def test_what_fails_ends_it_with_1_and_says_the_mend() -> None:
         (("--peers", "a:1"), "the nearest valid one is --peer"),
         (("--peer", "a"), "--peer must be a list of HOST:PORT"),
         (("more",), "unexpected argument 'more'"),
+        (("--first-hour", "/dev/null", "--only", "efa"), "--first-hour asks its own questions"),
+        (("--first-hour", "/dev/null", "--json"), "--first-hour writes its JSON into its report"),
     ],
 )
 async def test_wrong_flags_end_it_with_2(flags: tuple[str, ...], words: str) -> None:

@@ -12,8 +12,9 @@ from neuron_di.doctor.options import DoctorOptions
 from neuron_di_bindings import cpu_kernels
 
 
-def by_name() -> dict[str, Finding]:
-    return {finding.check: finding for finding in check(Machine(), DoctorOptions())}
+def by_name(machine: Machine | None = None, device: str = "auto") -> dict[str, Finding]:
+    options = DoctorOptions(device=device)  # type: ignore[arg-type]
+    return {finding.check: finding for finding in check(machine or Machine(), options)}
 
 
 def test_all_that_was_built_loads() -> None:
@@ -48,3 +49,30 @@ def test_a_torch_that_does_not_load_fails(monkeypatch: pytest.MonkeyPatch) -> No
     torch = by_name()["cpu.torch"]
     assert torch.grade is Grade.FAILED
     assert torch.says.startswith("torch does not load: ")
+
+
+def test_a_torch_that_lacks_a_part_fails_whatever_its_metadata(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is there, and does not load: nobody left it out on purpose."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("import no_such_part_of_torch\n")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch = by_name(Machine(package_path=[str(tmp_path)]))["cpu.torch"]
+    assert torch.grade is Grade.FAILED
+    assert "no_such_part_of_torch" in torch.says
+
+
+@pytest.mark.parametrize(
+    ("device", "grade"),
+    [("auto", Grade.WARNING), ("cpu", Grade.FAILED), ("neuron", Grade.FAILED)],
+)
+def test_a_torch_that_is_not_installed_is_no_failure_of_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, grade: Grade
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    torch = by_name(Machine(package_path=[str(tmp_path)]), device)["cpu.torch"]
+    assert torch.grade is grade
+    assert ("a proxy needs none" in torch.says) == (grade is Grade.WARNING)

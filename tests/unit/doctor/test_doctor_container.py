@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from neuron_machines import by_name, instance, machine, options, simulated
+from neuron_machines import by_name, instance, machine, neuron_packages, options, simulated
 
 from neuron_di.doctor import efa, neuron_devices, neuron_memory, neuron_software
 from neuron_di.doctor.finding import Grade
@@ -35,6 +35,22 @@ def test_a_proxys_container_on_a_node(tmp_path, has_driver):
     assert "this container has 0 of 16 Neuron devices" in found["efa.pairs"].says
     wanted = findings(root, bare, tmp_path / "none", "neuron")
     assert {wanted[name].grade for name in warned} == {Grade.FAILED}
+
+
+@pytest.mark.parametrize(("device", "grade"), [("auto", Grade.WARNING), ("neuron", Grade.FAILED)])
+def test_what_ails_a_nodes_devices_ails_no_proxy(tmp_path, device, grade):
+    """Errors that the driver counted, and a torch that torch-neuronx is not built for."""
+    root = instance(tmp_path / "root", "trn1.32xlarge")
+    root.remove("/dev/neuron*")
+    hardware = "/sys/devices/virtual/neuron_device/neuron3/stats/hardware"
+    root.file(f"{hardware}/mem_ecc_uncorrected", "1\n")
+    packages = neuron_packages(tmp_path / "packages", torch="2.13.0+cpu")
+    found = findings(root, {"PATH": os.environ["PATH"]}, packages, device)
+    for name in ("neuron.health", "neuron.torch"):
+        assert found[name].grade == grade
+        assert ("--device cpu" in found[name].mend) == (device == "auto")
+    failed = [each.check for each in found.values() if each.grade is Grade.FAILED]
+    assert (failed == []) == (device == "auto")
 
 
 @pytest.mark.parametrize(("kept", "grade"), [("0", Grade.WARNING), ("15", Grade.FAILED)])

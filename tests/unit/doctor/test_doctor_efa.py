@@ -75,6 +75,13 @@ def test_an_instance_that_has_no_efa(tmp_path, name):
     assert found["efa.adapters"].says.startswith(f"{name} has no EFA")
 
 
+def test_an_adapter_that_reaches_no_devices_memory_is_not_missed(tmp_path):
+    found = findings(instance(tmp_path, "trn2.3xlarge", num_efa=0))["efa.adapters"]
+    assert found.grade == Grade.NOTE
+    assert "either way" in found.says
+    assert found.facts["num_expected"] == 1
+
+
 def test_a_laptop_has_none(tmp_path):
     found = findings(laptop(tmp_path))
     assert found["efa.adapters"].grade == Grade.NOTE
@@ -117,6 +124,19 @@ def test_adapters_that_the_driver_does_not_have(tmp_path):
     found = findings(root, path)["efa.driver"]
     assert found.grade == Grade.FAILED
     assert "does not have 4 of 8 adapters: it is not loaded" in found.says
+
+
+@pytest.mark.parametrize(("device", "grade"), [("auto", Grade.WARNING), ("neuron", Grade.FAILED)])
+def test_a_proxys_container_needs_neither_efas_driver_nor_libfabric(tmp_path, device, grade):
+    """It has no devices of Neuron's; those who say that it must have some need EFA, too."""
+    root, _ = complete(tmp_path)
+    root.remove("/dev/neuron*")
+    root.remove("/sys/devices/pci*/0000:*:1a.0/driver")
+    path = fi_info(tmp_path / "bin", [], failure="fi_getinfo: -61 (No data available)")
+    found = findings(root, path, device)
+    assert found["efa.driver"].grade == found["efa.libfabric"].grade == grade
+    failed = [key for key, each in found.items() if each.grade is Grade.FAILED]
+    assert (failed == []) == (device == "auto")
 
 
 def test_adapters_at_other_addresses_than_the_table_has(tmp_path):

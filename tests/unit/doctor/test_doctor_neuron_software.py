@@ -16,7 +16,7 @@ from neuron_machines import (
 
 from neuron_di.doctor import neuron_software
 from neuron_di.doctor.finding import Grade
-from neuron_di.doctor.neuron_releases import RELEASES, sdks_of, why_not_together
+from neuron_di.neuron_releases import RELEASES, sdks_of, why_not_together
 
 
 def findings(root, environment, packages, device="auto"):
@@ -92,6 +92,7 @@ def test_the_runtime_is_missing(tmp_path, environment):
     found = findings(root, nowhere, neuron_packages(tmp_path / "packages"))
     assert found["neuron.runtime"].grade == Grade.FAILED
     assert "cannot open shared object file" in found["neuron.runtime"].says
+    assert "NEURON_DI_LIBNRT names another path" in found["neuron.runtime"].says
     assert "aws-neuronx-runtime-lib" in found["neuron.runtime"].mend
 
 
@@ -161,7 +162,14 @@ def test_nixl_that_refuses_neuron_memory(tmp_path, environment, version, is_doub
 
 def test_the_table_of_releases_is_in_order():
     sdks = [row.sdk for row in RELEASES]
-    assert sdks == [f"2.{minor}" for minor in range(32, 23, -1)]
+    assert sdks == [f"2.{minor}" for minor in range(33, 23, -1)]
     assert sdks_of("torch", "2.9.0.2.13.26312+abc") == ("2.29",)
     assert sdks_of("inference", "0.10.17970") == ("2.31", "2.30")
+    for part, version in (
+        ("runtime", "2.35.30.0"),
+        ("driver", "2.31.7.0"),
+        ("compiler", "2.28.7631.0+abc"),
+    ):
+        assert sdks_of(part, version) == ("2.33",)
+    assert why_not_together("2.35.30.0", "2.31.7.0", "trn2") is None
     assert sdks_of("compiler", "") == sdks_of("compiler", "x") == ()

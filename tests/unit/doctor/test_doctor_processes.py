@@ -56,6 +56,15 @@ def test_a_line_that_a_library_left_unfinished_spoils_none():
     assert "ZeroDivisionError" in done.stderr
 
 
+def test_where_no_runtime_is_the_mend_is_told_to_its_end(tmp_path):
+    """Both of the places that are looked at are named, each twice."""
+    asked = ask(laptop_without_runtime(tmp_path), options(), "library", timeout_s=20)
+    failed = asked.failure("library")
+    assert failed is not None
+    assert failed.count("/opt/aws/neuron/lib/libnrt.so.1") == 2
+    assert failed.endswith("NEURON_DI_LIBNRT names another path")
+
+
 @pytest.mark.parametrize(
     ("asked", "failure"),
     [
@@ -68,6 +77,10 @@ def test_a_line_that_a_library_left_unfinished_spoils_none():
 )
 def test_why_a_step_failed(asked, failure):
     assert asked.failure_in_full("x") == failure
+
+
+def laptop_without_runtime(folder):
+    return machine(laptop(folder), {"PATH": os.environ["PATH"]})
 
 
 def test_a_core_that_is_taken_is_known_by_the_status_or_by_the_runtimes_words():

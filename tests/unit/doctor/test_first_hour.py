@@ -84,7 +84,7 @@ def outcomes_of(document):
 def test_on_a_simulated_host_with_a_compiled_model(tmp_path, artifacts, capsys):
     environment = stand_in(tmp_path / "sim") | SECRETS
     environment["NEURON_DI_NEURON_ARTIFACTS"] = str(artifacts)
-    path = tmp_path / "reports" / "first-hour.md"
+    path = tmp_path / "first-hour.md"
     looked_at = machine(laptop(tmp_path / "root"), environment)
     assert write_report(looked_at, options(), path) == 0
     text, document = written(path)
@@ -240,6 +240,13 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_tried(tmp
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report(machine(laptop(tmp_path / "root"), {}), options(), tmp_path / "file/report.md")
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path):
+    path = tmp_path / "reprots" / "report.md"
+    with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
+        write_report(machine(laptop(tmp_path / "root"), {}), options(), path)
+    assert not path.parent.exists()
 
 
 def test_nothing_but_a_file_is_replaced(tmp_path):

@@ -67,6 +67,19 @@ def test_what_is_missing_fails_with_the_command_that_mends_it(tmp_path: Path) ->
     assert missing.mend == "pip install 'uvloop>=0.20'"
 
 
+@pytest.mark.parametrize(
+    ("device", "grade"),
+    [("auto", Grade.WARNING), ("cpu", Grade.FAILED), ("neuron", Grade.FAILED)],
+)
+def test_a_torch_that_is_missing_may_be_a_proxys(tmp_path: Path, device: str, grade: Grade) -> None:
+    options = DoctorOptions(device=device)  # type: ignore[arg-type]
+    found = list(check(machine_with(tmp_path, {"torch": None}), options))
+    (missing,) = (each for each in found if each.grade.needs_mend)
+    assert (missing.check, missing.grade) == ("packages.needed", grade)
+    assert "pip install 'torch>=2.11'" in missing.mend
+    assert ("a proxy needs none" in missing.says) == (grade is Grade.WARNING)
+
+
 def test_another_version_was_never_tried(tmp_path: Path) -> None:
     machine = machine_with(tmp_path, {"hypercorn": "0.19.1"})
     (other,) = (each for each in check(machine, DoctorOptions()) if each.grade is Grade.WARNING)

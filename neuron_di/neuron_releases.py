@@ -2,11 +2,13 @@
 
 Data. Source: AWS's published list of the packages of each release, and the known issues in its
 release notes. Versions are compared by their first two numbers, which is how the parts count.
+Imports nothing of a device's, so that what has no torch may ask: a proxy's container.
 """
 
 import re
 from dataclasses import dataclass
 
+AWS_INDEX = "https://pip.repos.neuron.amazonaws.com"  # where pip finds the packages
 _NUMBERS = re.compile(r"\d+(?:\.\d+)*")
 
 
@@ -24,6 +26,7 @@ class Release:
 
 
 RELEASES = (
+    Release("2.33", "2.35", "2.31", "2.28", "2.15", "", ""),
     Release("2.32", "2.34", "2.30", "2.27", "", "", ""),
     Release("2.31", "2.33", "2.29", "2.26", "2.15", "0.19", "0.10"),
     Release("2.30", "2.32", "2.28", "2.25", "2.14", "0.19", "0.10"),
