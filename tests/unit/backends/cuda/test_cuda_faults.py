@@ -70,7 +70,8 @@ def test_a_device_that_fails_is_lost_once_and_for_all_steps(llama_folder, monkey
         request = make_request(random_prompt(5), [4])
         prefill(backend, request)
         with monkeypatch.context() as patch:
-            patch.setattr(backend._computing.steps, "run", fail_with(torch.AcceleratorError(ILLEGAL)))
+            steps = backend._computing.steps
+            patch.setattr(steps, "run", fail_with(torch.AcceleratorError(ILLEGAL)))
             with pytest.raises(BackendLost, match="illegal memory access"):
                 decode(backend, request)
         for step in (
