@@ -56,7 +56,7 @@ class Front:
         self._is_empty.set()
         self._due: deque[FrontConnection] = deque()  # have a request that is to be started
         self._num_started = 0  # in this turn of the loop
-        self._is_used = asyncio.Event()  # cleared by the sweeper once there is no connection
+        self._sweeper: asyncio.TimerHandle | None = None  # while there is a connection
         self._num_held = 0  # by hypercorn: HTTP/2
         self._interval_s = sweep_interval_s(self.options, self.send_timeout_s)
         self._silent_max = (self.options.ping_interval_s or NEVER) / self._interval_s
@@ -72,7 +72,6 @@ class Front:
             ssl=self._tls,
             ssl_handshake_timeout=handshake_timeout_s,
         )
-        self._sweeper = loop.create_task(self._sweep())
 
     def drain(self) -> None:
         """Let each connection end with its next response."""
@@ -95,10 +94,8 @@ class Front:
         for connection in list(self._connections):
             connection.abort()
         await self._hypercorn.stop(timeout_s)
-        self._sweeper.cancel()
-        await asyncio.wait((self._sweeper,))
-        if not self._sweeper.cancelled():
-            self._sweeper.result()  # it had failed, which is our own bug: show it
+        if self._sweeper is not None:
+            self._sweeper.cancel()
 
     @property
     def num_connections(self) -> int:
@@ -113,7 +110,8 @@ class Front:
         self._connections.add(connection)
         self._count_open()
         self._is_empty.clear()
-        self._is_used.set()
+        if self._sweeper is None:
+            self._sweep_later()
         return True
 
     def left(self, connection: FrontConnection) -> None:
@@ -156,17 +154,20 @@ class Front:
     def _count_open(self) -> None:
         self._counts.num_open = self.num_connections
 
-    async def _sweep(self) -> None:
-        while True:
-            if not self.num_connections:
-                self._is_used.clear()
-                await self._is_used.wait()
-            await asyncio.sleep(until_tick_s(self._interval_s))
-            at_s = now_s()
-            for connection in list(self._connections):
-                try:
-                    connection.sweep(at_s, self._silent_max)
-                except Exception as error:  # a bug, and no reason to keep no deadline any more
-                    _log.exception("sweep_failed", raised=error)
-                    connection.abort()
-            self._hypercorn.sweep(at_s)
+    def _sweep_later(self) -> None:
+        # A plain timer: with few streams it is a good part of what the process does.
+        loop = asyncio.get_running_loop()
+        self._sweeper = loop.call_later(until_tick_s(self._interval_s), self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeper = None
+        if self.num_connections:
+            self._sweep_later()
+        at_s = now_s()
+        for connection in list(self._connections):
+            try:
+                connection.sweep(at_s, self._silent_max)
+            except Exception as error:  # a bug, and no reason to keep no deadline any more
+                _log.exception("sweep_failed", raised=error)
+                connection.abort()
+        self._hypercorn.sweep(at_s)

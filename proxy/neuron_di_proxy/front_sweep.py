@@ -3,7 +3,7 @@
 from neuron_di.config import FrontOptions
 
 NEVER = float("inf")
-INTERVAL_S_MAX = 0.5
+INTERVAL_S_MAX = 1.0
 INTERVAL_S_MIN = 0.02
 
 
@@ -16,4 +16,4 @@ def sweep_interval_s(options: FrontOptions, send_timeout_s: float) -> float:
         send_timeout_s,
         options.ping_interval_s or NEVER,
     ]
-    return max(INTERVAL_S_MIN, min(INTERVAL_S_MAX, min(waits) / 8))
+    return max(INTERVAL_S_MIN, min(INTERVAL_S_MAX, min(waits) / 5))
