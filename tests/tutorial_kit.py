@@ -91,7 +91,11 @@ def shown_commands(output: str) -> list[list[str]]:
     """The words of each command that a step printed, without its redirections."""
     whole = output.replace(" \\\n", " ")
     return [
-        shlex.split(line[2:].replace("$(<", "").split(" #")[0])
+        [
+            word
+            for word in shlex.split(line[2:].replace("$(<", "").split(" #")[0])
+            if word != "&" and not re.match(r"\d?>", word)
+        ]
         for line in whole.splitlines()
         if line.startswith("$ ")
     ]
@@ -102,6 +106,13 @@ def page_commands(page: Path) -> list[list[str]]:
     blocks = re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def aws_orders(page: Path) -> list[list[str]]:
+    """The words of each order to AWS in the blocks of a page, also within `$(…)`."""
+    blocks = re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    text = "\n".join(blocks).replace("\\\n", " ")
+    return [shlex.split(order, comments=True) for order in re.findall(r"aws ec2 [^;)\n]+", text)]
 
 
 def neuron_di_words(command: list[str]) -> list[str] | None:

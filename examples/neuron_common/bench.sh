@@ -12,6 +12,7 @@ bench() {
 # That one is stopped meanwhile, and started again, also where this step was broken off in between
 # and is repeated: STATE/serve_again says so.
 bench_one_host() {
+    need_cores $((2 * TP)) "a smaller TP"
     ((TP % 2 == 0)) || missing "TP=$TP cannot be halved" "an even TP for this step"
     compile_model $((TP / 2))
     # A run of this step that was broken off may have left these.
@@ -38,6 +39,7 @@ start_benched() {
     local name=$1 first=$2 tp=$3 port=$4
     shape "$tp"
     start "$name" env NEURON_RT_VISIBLE_CORES="$(cores "$first" "$TP")" \
+        "${WORKER_ENVIRONMENT[@]}" \
         neuron-di serve "$MODEL" --model-name "$MODEL_NAME" "${SHAPE[@]}" --port "$port" "${@:5}"
 }
 

@@ -39,7 +39,7 @@ need_slots() {
     for line in "${MORE_WORKERS[@]}"; do
         name=${line%% *}
         ! pid_of "$name" >/dev/null || missing "$name of step 7 has NeuronCores of this step" \
-            "on the first host: neuron-di drain $name --url $URL"
+            "on the first host: $(by_hand drain "$name")"
     done
 }
 

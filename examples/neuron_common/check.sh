@@ -29,7 +29,8 @@ doctor_of_host() {
             [[ ,$listen, == *,$place,* ]] || listen+=${listen:+,}$place # of steps 6 and 7
         done
     done
-    run neuron-di doctor --device neuron --host "$address" --port 0 --listen "$listen"
+    doctor --host "$address" --port 0 --listen "$listen"
 }
 
-doctor() { run neuron-di doctor --device neuron "$@"; }
+# With what the workers of the other steps find in their environment.
+doctor() { run env "${WORKER_ENVIRONMENT[@]}" neuron-di doctor --device neuron "$@"; }

@@ -58,6 +58,9 @@ show() {
     printf '%s\n' "$line"
 }
 
+# show_to REDIRECTION COMMAND…: with where its output goes, on a line of its own.
+show_to() { printf '%s \\\n    %s\n' "$(show "${@:2}")" "$1"; }
+
 run() {
     show "$@"
     [ -n "$IS_DRY" ] || "$@"

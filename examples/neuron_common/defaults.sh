@@ -21,7 +21,7 @@
 : "${IMAGE_NAME:=Deep Learning AMI Neuron (Ubuntu 24.04)}"
 : "${IMAGE:=}"             # ami-…, in place of the latest of that name which says SDK
 : "${MORE_EFA:=efa-only}"  # the interfaces beside the first: efa gives each an IP address, too
-: "${DISK_GIB:=500}"       # system, packages, weights, what was compiled
+: "${DISK_GIB:=512}"       # system, packages, weights, what was compiled
 : "${SSH_FROM:=}"          # who may log in, such as 203.0.113.7/32
 : "${RESERVATION:=}"       # cr-…, where you have one …
 : "${IS_CAPACITY_BLOCK:=}" # … and yes, where it is a Capacity Block

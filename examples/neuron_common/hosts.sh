@@ -56,6 +56,13 @@ use_key() {
     fi
 }
 
+# by_hand ORDER…: how one types an order that the proxy is given.
+by_hand() {
+    # shellcheck disable=SC2016  # the reader's shell reads the key
+    ! has_several_hosts || printf 'KEY_NEURON_DI=$(<%s) ' "$(word "$STATE/key")"
+    printf 'neuron-di %s --url %s' "$*" "$URL"
+}
+
 # Only the first host's proxy can be asked, with the key that is there.
 only_first_host() {
     is_first_host || missing "this is done on the first host" "run it on ${ADDRESSES[0]}"
@@ -70,5 +77,5 @@ is_served() { curl --silent --max-time 5 "$URL/live" >/dev/null 2>&1; }
 need_ready() {
     # Who listens there may still wait for workers of other hosts; where nobody does, nobody will.
     [ -n "$IS_DRY" ] || { until_succeeds 10 is_served && until_succeeds 120 is_ready; } ||
-        missing "nothing serves at $URL" "4-serve.sh, on every host; neuron-di status --url $URL"
+        missing "nothing serves at $URL" "4-serve.sh, on every host; $(by_hand status)"
 }

@@ -32,6 +32,7 @@ install() {
         missing "that did not work" "sudo apt-get install python3-venv"
     lay_over_sdk "$line"
     run "$ROOT/.venv/bin/pip" install --quiet "${ROOT}[etcd]" "torch==${torch%%+*}"
+    say "For neuron-di by hand, in each shell: export PATH=$(word "$ROOT/.venv/bin"):\$PATH"
 }
 
 # packages ENVIRONMENT: where its packages lie, below it
@@ -46,8 +47,7 @@ packages() {
 lay_over_sdk() {
     local file
     file=$ROOT/.venv/$(packages "$ROOT/.venv")/neuron_sdk.pth
-    show echo "$1"
-    say "    >$(word "$file")"
+    show_to ">$(word "$file")" echo "$1"
     [ -n "$IS_DRY" ] || echo "$1" >"$file"
     if [ -n "$IS_DRY" ]; then
         show ln -sf "$SDK_ENVIRONMENT/bin/neuronx-cc" "$ROOT/.venv/bin/"

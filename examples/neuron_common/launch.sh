@@ -74,7 +74,7 @@ make_placement_group() {
     [ -z "${IS_CAPACITY_BLOCK:-}" ] || return 0
     PLACEMENT=(--placement "GroupName=$name")
     capture found 0 "${EC2[@]}" describe-placement-groups \
-        --filters "Name=group-name,Values=$name" --query 'length(PlacementGroups)'
+        --filters "Name=group-name,Values=$name" --query 'length(PlacementGroups)' --output text
     [ "$found" != 0 ] ||
         run "${EC2[@]}" create-placement-group --group-name "$name" --strategy cluster
 }

@@ -35,8 +35,7 @@ start() {
         say "$name runs already (process $pid, $STATE/$name.log)"
         return
     fi
-    show "$@"
-    say "    >$(word "$STATE/$name.log") 2>&1 &"
+    show_to ">$(word "$STATE/$name.log") 2>&1 &" "$@"
     [ -z "$IS_DRY" ] || return 0
     setsid nohup "$@" >"$STATE/$name.log" 2>&1 </dev/null 9>&- & # the lock is the step's
     pid=$!

@@ -41,7 +41,7 @@ scale_out_one_host() {
 # The proxy gives it requests once a small one went through each of its pairs.
 show_joined() {
     [ -n "$IS_DRY" ] || until_succeeds 120 has_joined decode-1 ||
-        missing "the proxy does not list decode-1" "neuron-di status --url $URL says why"
+        missing "the proxy does not list decode-1" "$(by_hand status) says why"
     run neuron-di status --url "$URL"
 }
 

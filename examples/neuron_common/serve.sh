@@ -12,8 +12,8 @@ serve_one_host() {
     need_cores $((2 * TP)) "a smaller TP"
     shape "$TP"
     pid_of serve >/dev/null || need_port 127.0.0.1 "$PROXY_PORT" PROXY_PORT
-    start serve env NEURON_RT_VISIBLE_CORES="$(cores 0 $((2 * TP)))" neuron-di serve "$MODEL" \
-        --model-name "$MODEL_NAME" "${SHAPE[@]}" --port "$PROXY_PORT"
+    start serve env NEURON_RT_VISIBLE_CORES="$(cores 0 $((2 * TP)))" "${WORKER_ENVIRONMENT[@]}" \
+        neuron-di serve "$MODEL" --model-name "$MODEL_NAME" "${SHAPE[@]}" --port "$PROXY_PORT"
     until_up serve is_ready
     tell "serves $MODEL_NAME at $URL/v1; 5-request.sh asks it"
 }
@@ -55,8 +55,11 @@ start_etcd() {
 
 # One key for all that these steps ask, made once. It is never printed, and never an argument.
 make_key() {
-    show neuron-di key create --operator "$STATE/keys.toml" tutorial
-    say "    >$(word "$STATE/key")"
+    local key authorization
+    key=$(word "$STATE/key") authorization=$(word "$STATE/authorization")
+    say "\$ umask 077"
+    show_to ">$key" neuron-di key create --operator "$STATE/keys.toml" tutorial
+    say "\$ echo \"Authorization: Bearer \$(<$key)\" >$authorization"
     [ -z "$IS_DRY" ] && [ ! -s "$STATE/key" ] || return 0
     (
         umask 077

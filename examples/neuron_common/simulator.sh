@@ -43,8 +43,10 @@ enter_simulation() {
         missing "the simulator of libnrt cannot be built" "sudo apt-get install gcc"
     export NEURON_DI_LIBNRT=$library
     export PYTHONPATH=$ROOT/tests/neuron_stand_in${PYTHONPATH:+:$PYTHONPATH}
-    NRT_SIM_ROOT=$(cat "$STATE/simulated_hosts" 2>/dev/null) && [ -d "$NRT_SIM_ROOT" ] ||
+    NRT_SIM_ROOT=$(cat "$STATE/simulated_hosts" 2>/dev/null) && [ -d "$NRT_SIM_ROOT" ] || {
         NRT_SIM_ROOT=$(mktemp -d /tmp/nrt-XXXXXX)
+        trap '[ -n "$(started)" ] || leave_simulation' EXIT # of a step that starts nothing
+    }
     export NRT_SIM_ROOT
     echo "$NRT_SIM_ROOT" >"$STATE/simulated_hosts"
 }

@@ -10,6 +10,7 @@ from manifest_kit import settings
 from tutorial_kit import (
     EXAMPLES,
     HOSTS,
+    aws_orders,
     check_aws,
     neuron_di_words,
     page_commands,
@@ -27,6 +28,7 @@ PAGES = [
 ]
 WITH_HOSTS = ("--hosts", HOSTS)
 SERVING = ("4-serve", "6-bench", "7-scale-out")
+CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES="  # differs from worker to worker
 OF_THE_KERNELS_CHOICE = {40001}  # the address of a registry, in dry runs
 tutorials = pytest.mark.parametrize("tutorial", TUTORIALS)
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
@@ -263,7 +265,7 @@ def test_whoever_makes_users_is_told_of_etcdctl(name: str, tmp_path: Path) -> No
 
 @tutorials
 def test_instances_are_gone_before_their_groups_are_deleted(tutorial: str) -> None:
-    orders = [w for w in page_commands(EXAMPLES / tutorial / "README.md") if w[0] == "aws"]
+    orders = aws_orders(EXAMPLES / tutorial / "README.md")
     verbs = [words[2] for words in orders]
     gone = verbs.index("wait")
     assert orders[gone][3] == "instance-terminated"
@@ -274,7 +276,8 @@ def test_instances_are_gone_before_their_groups_are_deleted(tutorial: str) -> No
     assert ("release-address" in verbs) is has_addresses
     # The last step says the same, in the same order.
     said = run_step(EXAMPLES / tutorial / "8-drain.sh", "--dry-run").stdout
-    assert re.findall(r"^  aws ec2 ([a-z-]+)", said, re.MULTILINE) == verbs[gone - 1 :]
+    told = [verb for verb in verbs[gone - 1 :] if not verb.startswith("describe-")]
+    assert re.findall(r"^  aws ec2 ([a-z-]+)", said, re.MULTILINE) == told
 
 
 @tutorials
@@ -292,15 +295,35 @@ def test_the_second_step_looks_at_the_ports_that_the_others_take(tutorial: str) 
     assert ports("2-check.sh", *WITH_HOSTS) == two
 
 
+@tutorials
+def test_all_steps_give_workers_the_same_environment(tutorial: str) -> None:
+    """And the second one looks at it: Neuron's send and receive is by one port everywhere."""
+    seen: dict[str, list[set[str]]] = {}
+    for step in ("2-check.sh", "4-serve.sh", "6-bench.sh", "7-scale-out.sh"):
+        for options in ([], WITH_HOSTS):
+            environ = {"TP": "4", "BOOTSTRAP_PORT": "20645"}
+            shown = run_step(EXAMPLES / tutorial / step, "--dry-run", *options, environ=environ)
+            assert shown.returncode == 0, shown.stderr
+            for command in shown_commands(shown.stdout):
+                words = neuron_di_words(command)
+                if words is not None and words[0] in ("doctor", "serve", "worker"):
+                    given = {word for word in command if re.match(r"[A-Z_]+=", word)}
+                    given = {word for word in given if not word.startswith(CORES_VARIABLE)}
+                    seen.setdefault("hosts" if options else "host", []).append(given)
+    for number in ("host", "hosts"):
+        assert len(seen[number]) >= 4
+        assert all(given == seen[number][0] != set() for given in seen[number])
+    if int(settings(tutorial)["NUM_EFA"]):
+        assert "NEURON_RT_ASYNC_SENDRECV_BOOTSTRAP_PORT=20645" in seen["host"][0]
+
+
 def test_awss_own_command_line_takes_the_orders_of_the_page() -> None:
     if shutil.which("aws") is None:
         pytest.skip("aws is not installed")
-    orders = {
-        words[2]: words for words in page_commands(EXAMPLES / "trn1/README.md") if words[0] == "aws"
-    }
-    assert len(orders) == 8
-    for verb in ("describe-instances", "associate-address", "wait", "delete-security-group"):
-        checked = check_aws([word.replace("$", "") for word in orders[verb]])
+    orders = aws_orders(EXAMPLES / "trn1/README.md")
+    assert len(orders) == 10
+    for order in orders:
+        checked = check_aws([word.replace("$", "") for word in order])
         assert checked.returncode == 0, checked.stderr
 
 
