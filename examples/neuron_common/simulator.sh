@@ -45,7 +45,8 @@ enter_simulation() {
     export PYTHONPATH=$ROOT/tests/neuron_stand_in${PYTHONPATH:+:$PYTHONPATH}
     NRT_SIM_ROOT=$(cat "$STATE/simulated_hosts" 2>/dev/null) && [ -d "$NRT_SIM_ROOT" ] || {
         NRT_SIM_ROOT=$(mktemp -d /tmp/nrt-XXXXXX)
-        trap '[ -n "$(started)" ] || leave_simulation' EXIT # of a step that starts nothing
+        # Of a step that starts nothing; the first one shows only, and has IS_DRY by then.
+        trap '[ -n "$(started)" ] || IS_DRY="" leave_simulation' EXIT
     }
     export NRT_SIM_ROOT
     echo "$NRT_SIM_ROOT" >"$STATE/simulated_hosts"

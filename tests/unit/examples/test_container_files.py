@@ -49,3 +49,14 @@ def test_each_image_has_a_user_and_one_python() -> None:
         assert 'ENTRYPOINT ["neuron-di"]' in stage
     # The wheel is built for one version.
     assert set(re.findall(r"py(?:thon:)?3\.?(1\d)", CONTAINERFILE)) == {"12"}
+
+
+def test_a_hosts_workers_meet_at_one_lock_file() -> None:
+    """They share the host's network, and with it the port of Neuron's send and receive."""
+    page = (CONTAINER / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (order,) = re.findall(r"^docker run .*$", page, re.MULTILINE)
+    words = order.split()
+    assert words[words.index("--network") + 1] == "host"
+    volumes = [words[i + 1] for i, word in enumerate(words) if word == "--volume"]
+    assert "/tmp:/tmp" in volumes
+    assert "/tmp" not in [words[i + 1] for i, word in enumerate(words) if word == "--tmpfs"]

@@ -3,6 +3,8 @@
 AWS's packages and pip are stand-ins here: what pip would install says what it finds.
 """
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +111,48 @@ def test_an_environment_of_somebody_elses_stays_as_it_is(steps: Path, tmp_path: 
     sdk = make_sdk(tmp_path / "sdk")
     assert "is not of this step, and stays" in run(steps, "install.sh", sdk)
     assert not (sdk / "calls").exists()
+
+
+@pytest.mark.parametrize("tutorial", ["inf2", "trn1", "trn2"])
+def test_neuron_di_by_hand_is_found_as_the_page_says(tutorial: str, tmp_path: Path) -> None:
+    steps = copied(tutorial, tmp_path / "a root")
+    said = run(steps, "install.sh", make_sdk(tmp_path / "sdk"))
+    page = (steps / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^export PATH=.*$", page, re.MULTILINE)
+    for typed in (line, said.rpartition(": ")[2]):
+        assert typed.startswith("export PATH=")
+        assert in_shell(f"{typed}\ncommand -v neuron-di pip", steps).splitlines() == [
+            f"{steps.parents[1]}/.venv/bin/neuron-di",
+            f"{steps.parents[1]}/.venv/bin/pip",
+        ]
+
+
+def in_shell(text: str, folder: Path) -> str:
+    """What a plain shell in this folder says."""
+    ended = subprocess.run(
+        ["/bin/bash", "-c", text],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_what_it_printed_does_the_same_by_hand(steps: Path, tmp_path: Path) -> None:
+    said = run(steps, "install.sh", make_sdk(tmp_path / "an sdk"))
+    environment = steps.parents[1] / ".venv"
+    (made,) = environment.glob("lib/*/site-packages/neuron_sdk.pth")
+    content = made.read_text()
+    shutil.rmtree(environment)
+    commands = re.findall(r"^\$ ((?:.*\\\n)*.*)$", said, re.MULTILINE)
+    assert len(commands) == 5
+    assert in_shell("\n".join(commands), tmp_path) == "2.9.1+cpu\n"
+    assert made.read_text() == content
+    assert (environment / "bin/neuronx-cc").exists()
 
 
 def test_a_dry_run_shows_the_link_to_the_compiler() -> None:

@@ -5,6 +5,7 @@ where it is installed, and without a network.
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -143,6 +144,21 @@ def test_a_simulation_orders_nothing(environ: dict[str, str]) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "run-instances" in ended.stdout
     assert not (Path(environ["PATH"].split(os.pathsep)[0]) / "calls").exists()
+
+
+def test_answers_are_asked_for_as_they_are_read(environ: dict[str, str]) -> None:
+    """Whatever format a reader's own settings of AWS's command line have."""
+    shown = run_step(TRN1 / "1-launch.sh", "--dry-run", environ=environ)
+    asking = [words for words in shown_commands(shown.stdout) if "--query" in words]
+    assert len(asking) >= 6
+    assert all("--output" in words for words in asking)
+
+
+@pytest.mark.parametrize("tutorial", ["inf2", "trn1", "trn2"])
+def test_the_disk_is_as_large_as_aws_asks_for(tutorial: str) -> None:
+    shown = run_step(EXAMPLES / tutorial / "1-launch.sh", "--dry-run", environ=IDS).stdout
+    (size,) = re.findall(r"VolumeSize=(\d+)", shown)
+    assert int(size) >= 512
 
 
 def test_awss_own_command_line_takes_the_orders() -> None:

@@ -125,6 +125,10 @@ def test_what_is_missing_is_said_with_its_mend(tmp_path: Path) -> None:
     assert "48 NeuronCores are needed, and trn1.32xlarge has 32" in ended.stderr
     ended = refused("4-serve.sh", state=tmp_path, TP="17")
     assert "34 NeuronCores are needed" in ended.stderr
+    # Before anything is shown, or done, on cores that there are not.
+    ended = refused("6-bench.sh", "--dry-run", state=tmp_path, TP="32")
+    assert "64 NeuronCores are needed" in ended.stderr
+    assert ended.stdout == ""
     ended = refused("1-launch.sh", state=tmp_path, PATH=_tools(tmp_path / "aws", aws=""))
     assert "REGION is not set" in ended.stderr
 
