@@ -47,6 +47,23 @@ def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return clean | dict(environ)
 
 
+def in_shell(text: str, folder: Path, environ: Mapping[str, str]) -> str:
+    """What a shell says to this text, which is typed into it in this folder. An order that fails,
+    or a variable that was never set, fails it."""
+    ended = subprocess.run(
+        ["/bin/bash", "-euc", text],
+        cwd=folder,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=STEP_TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
 class Patience:
     """Waiting for something slow: as long as it shows signs of life, and not for ever."""
 

@@ -11,7 +11,9 @@ _CODES_OF_A_CALL = (1, 2)
 _PREFIXES = ("CUDA error: ", "Triton Error [CUDA]: ")
 # A cuBLAS handle that finds no memory says that it was not initialised.
 _OUT_OF_MEMORY = (
-    *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"),
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
 )
 
 

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tutorial_kit import EXAMPLES, copied, run_step
+from tutorial_kit import EXAMPLES, copied, in_shell, run_step
+
+PLAIN = {"PATH": "/usr/bin:/bin"}
 
 # Answers what the step asks of it, and makes an environment whose pip makes a neuron-di.
 PYTHON = """#!/bin/bash
@@ -121,25 +123,10 @@ def test_neuron_di_by_hand_is_found_as_the_page_says(tutorial: str, tmp_path: Pa
     (line,) = re.findall(r"^export PATH=.*$", page, re.MULTILINE)
     for typed in (line, said.rpartition(": ")[2]):
         assert typed.startswith("export PATH=")
-        assert in_shell(f"{typed}\ncommand -v neuron-di pip", steps).splitlines() == [
+        assert in_shell(f"{typed}\ncommand -v neuron-di pip", steps, PLAIN).splitlines() == [
             f"{steps.parents[1]}/.venv/bin/neuron-di",
             f"{steps.parents[1]}/.venv/bin/pip",
         ]
-
-
-def in_shell(text: str, folder: Path) -> str:
-    """What a plain shell in this folder says."""
-    ended = subprocess.run(
-        ["/bin/bash", "-c", text],
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
 
 
 def test_what_it_printed_does_the_same_by_hand(steps: Path, tmp_path: Path) -> None:
@@ -150,7 +137,7 @@ def test_what_it_printed_does_the_same_by_hand(steps: Path, tmp_path: Path) -> N
     shutil.rmtree(environment)
     commands = re.findall(r"^\$ ((?:.*\\\n)*.*)$", said, re.MULTILINE)
     assert len(commands) == 5
-    assert in_shell("\n".join(commands), tmp_path) == "2.9.1+cpu\n"
+    assert in_shell("\n".join(commands), tmp_path, PLAIN) == "2.9.1+cpu\n"
     assert made.read_text() == content
     assert (environment / "bin/neuronx-cc").exists()
 

@@ -5,12 +5,11 @@ Neither neuron-di nor the repository's own environment is on its PATH but where 
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
-from tutorial_kit import EXAMPLES, HOSTS, run_step
+from tutorial_kit import EXAMPLES, HOSTS, in_shell, run_step
 
 TUTORIALS = sorted(path.parent.name for path in EXAMPLES.glob("*/settings.sh"))
 TRN1 = EXAMPLES / "trn1"
@@ -53,17 +52,7 @@ def home(tmp_path: Path) -> Path:
 def type_in(text: str, home: Path, **environ: str) -> str:
     """Into a shell, to which a variable that was never set is an error. Returns what it says."""
     path = os.pathsep.join([str(home / "bin"), "/usr/bin", "/bin"])
-    ended = subprocess.run(
-        ["bash", "-euc", text],
-        env={"HOME": str(home), "PATH": path} | environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    return in_shell(text, home, {"HOME": str(home), "PATH": path} | environ)
 
 
 def block_with(words: str, tutorial: str) -> str:
