@@ -154,10 +154,15 @@ def sampling_of(
         logprobs=logprobs,
         grammar=grammar,
         # Both legs must draw the same numbers, so a seed is drawn here when none is given.
-        seed=random.getrandbits(63) if fields.seed is None else fields.seed,
+        seed=draw_seed() if fields.seed is None else fields.seed,
     )
     check_sampling(sampling, traits.num_vocab)
     return sampling
+
+
+def draw_seed() -> int:
+    """A seed for a request that gives none."""
+    return random.getrandbits(63)
 
 
 def grammar_of(fields: RequestFields) -> Grammar | None:

@@ -23,7 +23,7 @@ import msgspec
 from neuron_di.errors import BadRequest
 
 try:
-    from neuron_di_proxy._json_members import members_of
+    from neuron_di_proxy._json_members import members_of as members_of
 except ModuleNotFoundError:  # there was no compiler; one that is there must fit
 
     def members_of(body: bytes, /) -> list[tuple[str, int, int]] | None:  # noqa: ARG001 - as that

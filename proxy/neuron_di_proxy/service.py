@@ -27,6 +27,7 @@ from neuron_di_proxy.admission import Admission, Ticket
 from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer, continued_of
 from neuron_di_proxy.choice_request import Endpoint
 from neuron_di_proxy.choices import Choice, ChoiceSink, choice_id, run_choices
+from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.directory import CandidDirectory
 from neuron_di_proxy.failure import failure_of
@@ -34,7 +35,6 @@ from neuron_di_proxy.health import Health, HealthReport
 from neuron_di_proxy.keys import Keys, Tenant
 from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.model_traits import ModelTraits, TraitsBook
-from neuron_di_proxy.openai_request import ClientRequest, read_chat, read_completion
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.policy import POLICIES
 from neuron_di_proxy.receipts import Receipt, ReceiptStore, RequestRecord, durations_of
@@ -42,6 +42,7 @@ from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.refusal import Refusal, refusal_of, stream_error
 from neuron_di_proxy.reply import Headers, Reply
 from neuron_di_proxy.request_id import fresh_id
+from neuron_di_proxy.request_reader import RequestReader
 from neuron_di_proxy.route import Directory, Router
 from neuron_di_proxy.self_test import PairBook, PairResult, SelfTest
 from neuron_di_proxy.shared_reports import SharedReports
@@ -50,7 +51,6 @@ from neuron_di_proxy.tracing import Tracing
 from neuron_di_proxy.worker_client import WorkerClient
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # printable, and safe in a header and a log
-_READERS = {"chat": read_chat, "completions": read_completion}
 
 _log = get_logger(__name__)
 
@@ -85,6 +85,7 @@ class Service:
         self.tracing = Tracing(config.front.otlp_endpoint, self.metrics.count_traces)
         self._self_test = SelfTest(self.client, directory, self.health, limits, self.pairs, rng)
         self._traits = TraitsBook(directory)
+        self.reader = RequestReader(limits.choices_max, self.traits)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -251,9 +252,7 @@ class Exchange:
     def _read(self, body: bytes) -> ClientRequest:
         try:
             service = self._service
-            wanted = _READERS[self._endpoint](
-                body, choices_max=service.limits.choices_max, traits_of=service.traits
-            )
+            wanted = service.reader.read(self._endpoint, body)
             if self._tenant.max_tokens is not None:
                 wanted = self._within_tenants_limits(wanted)
             self._ticket.take(wanted.num_choices, wanted.cost)
