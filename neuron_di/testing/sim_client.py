@@ -9,8 +9,8 @@ from neuron_di.errors import NeuronDiError
 from neuron_di.testing.sim_failure import Fail
 from neuron_di.testing.workload import Wanted
 from neuron_di.wire import Failed, Finished, Token
+from neuron_di_proxy.emit import Emit
 from neuron_di_proxy.failure import failure_of
-from neuron_di_proxy.leg_merge import Emit
 
 Outcome = Literal["running", "completed", "cancelled", "failed", "cut off"]  # with its proxy
 

@@ -12,8 +12,8 @@ import msgspec
 from neuron_di.clock import now_s
 from neuron_di.wire import Token
 from neuron_di.wire.leg_link import Told, encode_frame
+from neuron_di_proxy.emit import Emit
 from neuron_di_proxy.histogram import Histogram
-from neuron_di_proxy.leg_merge import Emit
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.token_lane import IS_COMPILED, Lane, Outlet, relay_told
 
@@ -37,11 +37,11 @@ class SimLane:
         self._give_textless(token.index)
         self._give(token)
 
-    def make(self) -> Lane | None:
-        """A lane for all tokens from the next one on."""
-        if not IS_COMPILED or not self._is_plain:
-            return None
+    def make(self, *, is_first: bool) -> Lane | None:
+        """A lane for all tokens from the next one on, or for the first one."""
         record = self._record
+        if not IS_COMPILED or not self._is_plain or (is_first and record.emitted):
+            return None
         return Lane(
             outlet=self._outlet,
             write=self._write,
@@ -52,6 +52,7 @@ class SimLane:
             ids=record.emitted,
             gaps=Histogram((1.0,)),
             last_s=record.last_token_s,
+            is_first=is_first,
         )
 
     def finish(self) -> None:

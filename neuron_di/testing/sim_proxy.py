@@ -22,8 +22,8 @@ from neuron_di.types import RequestId
 from neuron_di.wire import Finished, WorkerRecord
 from neuron_di_proxy.admission import Admission
 from neuron_di_proxy.choice_request import ChoiceRequest
+from neuron_di_proxy.emit import Emit
 from neuron_di_proxy.health import Health
-from neuron_di_proxy.leg_merge import Emit
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.route import Router

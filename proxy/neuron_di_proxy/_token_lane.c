@@ -30,7 +30,7 @@
 _Static_assert(sizeof(size_t) == 8, "a text's escaped size is added up without a check");
 
 /* Attributes' names. Strings made anew at each use would fill Python's cache of attributes. */
-static PyObject *name_write, *name_get_write_buffer_size, *name_last_token_s;
+static PyObject *name_write, *name_get_write_buffer_size, *name_first_token_s, *name_last_token_s;
 static PyObject *name_bounds, *name_counts, *name_sums;
 static PyObject *name_hear_told, *name_frames_came, *name_is_closing;
 
@@ -232,11 +232,12 @@ static PyTypeObject OutletType = {
 typedef struct {
     PyObject_HEAD
     bool is_open; /* all the pointers are there while it is; afterwards none is */
+    int is_first; /* takes an answer's first token only, and gives its event to `write` */
     long long due;
     long long num_taken;
     double last_s;
     Outlet *outlet;
-    PyObject *write;           /* takes an event that cannot be sent directly */
+    PyObject *write;           /* takes an event that cannot be sent, or not directly */
     PyObject *before, *behind; /* bytes: an event's, around a text */
     PyObject *record, *ids;
     Py_buffer bounds, counts, sums; /* of the histogram of gaps */
@@ -347,7 +348,7 @@ static char *put_chunk_head(char *data, size_t size)
 static int lane_give(Lane *self, char *event, size_t size)
 {
     Outlet *outlet = (Outlet *)Py_NewRef(self->outlet);
-    int rc = outlet_is_free(outlet);
+    int rc = self->is_first ? 0 : outlet_is_free(outlet);
     if (rc >= 0 && !self->is_open) {
         rc = 0; /* closed meanwhile: its client wants no more */
     } else if (rc > 0) {
@@ -409,10 +410,14 @@ static int lane_take_token(Lane *self, const Token *token, PyObject *now)
     self->last_s = now_s;
     PyObject *record = Py_NewRef(self->record);
     rc = PyObject_SetAttr(record, name_last_token_s, now);
+    if (rc == 0 && self->is_first)
+        rc = PyObject_SetAttr(record, name_first_token_s, now);
     Py_DECREF(record);
-    if (rc < 0 || token->text_size == 0 || !self->is_open)
-        return rc;
-    return lane_write(self, token);
+    if (rc == 0 && token->text_size > 0 && self->is_open)
+        rc = lane_write(self, token);
+    if (self->is_first)
+        lane_forget(self);
+    return rc;
 }
 
 static PyObject *lane_take(Lane *self, PyObject *Py_UNUSED(none))
@@ -462,14 +467,15 @@ static int lane_open_gaps(Lane *self, PyObject *gaps)
 
 static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"outlet", "write", "before", "behind", "due",
-                            "record", "ids",   "gaps",   "last_s", NULL};
+    static char *names[] = {"outlet", "write", "before", "behind",   "due", "record",
+                            "ids",    "gaps",  "last_s", "is_first", NULL};
     PyObject *outlet, *write, *before, *behind, *record, *ids, *gaps;
     long long due;
     double last_s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OSSLOO!Od:Lane", names, &OutletType,
+    int is_first = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OSSLOO!Od|p:Lane", names, &OutletType,
                                      &outlet, &write, &before, &behind, &due, &record,
-                                     &PyList_Type, &ids, &gaps, &last_s))
+                                     &PyList_Type, &ids, &gaps, &last_s, &is_first))
         return NULL;
     if (!PyCallable_Check(write)) {
         PyErr_SetString(PyExc_TypeError, "write must be callable");
@@ -480,6 +486,7 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     self->due = due;
     self->last_s = last_s;
+    self->is_first = is_first;
     self->outlet = (Outlet *)Py_NewRef(outlet);
     self->write = Py_NewRef(write);
     self->before = Py_NewRef(before);
@@ -697,8 +704,16 @@ static PyObject *read_rest(const Reader *reader, unsigned char head)
     return rest;
 }
 
-/* The open lane that waits for just this token, a new reference. NULL without an exception: none;
- * a lane that waits for another one is closed, so that nothing overtakes. */
+/* Whether an open lane waits for just this token. A first one is more than its text where it has
+ * none: an answer begins with it all the same. */
+static bool lane_awaits(const Lane *lane, const Token *token)
+{
+    return token->index < INT64_MAX && (long long)token->index == lane->due &&
+           (!lane->is_first || token->text_size > 0);
+}
+
+/* The open lane that waits for a token, a new reference. NULL without an exception: none; a lane
+ * that waits for another one is closed, so that nothing overtakes. */
 static Lane *lane_for(PyObject *lanes, const Token *token)
 {
     PyObject *number = PyLong_FromUnsignedLongLong(token->number);
@@ -713,7 +728,7 @@ static Lane *lane_for(PyObject *lanes, const Token *token)
         return NULL;
     }
     Lane *lane = (Lane *)Py_NewRef(found);
-    if (lane->is_open && token->index < INT64_MAX && (long long)token->index == lane->due)
+    if (lane->is_open && lane_awaits(lane, token))
         return lane;
     lane_forget(lane);
     Py_DECREF(lane);
@@ -997,6 +1012,7 @@ PyMODINIT_FUNC PyInit__token_lane(void)
     } names[] = {
         {&name_write, "write"},   {&name_get_write_buffer_size, "get_write_buffer_size"},
         {&name_bounds, "bounds"}, {&name_last_token_s, "last_token_s"},
+        {&name_first_token_s, "first_token_s"},
         {&name_counts, "counts"}, {&name_sums, "sums"},
         {&name_hear_told, "hear_told"}, {&name_frames_came, "frames_came"},
         {&name_is_closing, "is_closing"},

@@ -1,6 +1,7 @@
 """Turns what comes of an answer's choices into the bytes of its HTTP response, as it comes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from neuron_di.wire import Finished, Token
 from neuron_di_proxy.histogram import Histogram
@@ -45,6 +46,21 @@ class StreamedAnswer(_Writing):
         frame = self._answer.frame(index) if self._reply.has_begun else None
         return self._reply.lane(frame, self._records[index], gaps) if frame else None
 
+    def first_lane(self, index: int, gaps: Histogram) -> Lane | None:
+        record = self._records[index]
+        if self._reply.has_begun or record.emitted or len(self._records) > 1:
+            return None
+        frame = self._answer.first_frame(index)
+        if frame is None:
+            return None
+        begin = partial(self._begin, index, self._make_headers())
+        return self._reply.lane(frame, record, gaps, begin)
+
+    def _begin(self, index: int, headers: Headers, event: bytes) -> None:
+        """The first token took a lane to here."""
+        self._answer.note_first(index)
+        self._reply.begin(200, headers, length=None, first=event)
+
     def finished(self, index: int, finished: Finished) -> None:
         if not self._reply.has_begun:
             self._reply.begin(200, self._make_headers(), length=None)
@@ -72,6 +88,8 @@ class WholeAnswer(_Writing):
 
     def lane(self, index: int, gaps: Histogram) -> None:  # noqa: ARG002 - the document needs them
         return None
+
+    first_lane = lane
 
     def token(self, index: int, token: Token) -> None:
         self._tokens[index].append(token)

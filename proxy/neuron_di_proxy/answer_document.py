@@ -10,6 +10,7 @@ and no `service_tier`: nothing here has one.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, ClassVar
 
 import msgspec
@@ -42,6 +43,11 @@ class ChoiceWriter(ABC):
         Such tokens need not be given to `token`. Once true, it stays true.
         """
 
+    @property
+    def begins_plain(self) -> bool:
+        """Whether so is the first token, but for what only the first chunk says."""
+        return self.is_plain
+
     @abstractmethod
     def token(self, token: Token) -> Json | None:
         """The choice of the chunk for one token; None when there is nothing to say yet."""
@@ -73,7 +79,7 @@ class Answer:
         self, request: ClientRequest, request_id: RequestId, writers: Sequence[ChoiceWriter]
     ) -> None:
         self._request = request
-        self._writers = writers
+        self._writers = list(writers)
         self._head: Json = {
             "id": self.id_prefix + request_id,
             "object": self.chunk_object if request.stream else self.whole_object,
@@ -82,6 +88,7 @@ class Answer:
         }
         # By choice, the bytes before and behind a token's text, where a chunk is no more than that.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._begun: dict[int, ChoiceWriter] = {}  # by choice, its writer after a first token
         self._num_prompt: dict[int, int] = {}  # by choice, for the usage so far
 
     def chunk(self, token: Token, index: int = 0) -> bytes:
@@ -97,6 +104,20 @@ class Answer:
         None: from its next token on, there may be more to say than the text.
         """
         return self._frames.get(index) or self._find_frame(index)
+
+    def first_frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """As `frame`, for the first token of a choice. Whoever uses it calls `note_first`."""
+        writer = self._writers[index]
+        if writer.is_plain or not writer.begins_plain:
+            return self.frame(index)
+        if self._request.continuous_usage:
+            return None
+        self._begun[index] = begun = copy(writer)
+        return self._frame_of(begun)
+
+    def note_first(self, index: int) -> None:
+        """The event of a choice's first token was made of `first_frame`."""
+        self._writers[index] = self._begun.pop(index, self._writers[index])
 
     def last_chunk(
         self, finished: Finished, continued: Continued | None = None, index: int = 0
@@ -151,12 +172,15 @@ class Answer:
         writer = self._writers[index]
         if self._request.continuous_usage or not writer.is_plain:
             return None
+        self._frames[index] = frame = self._frame_of(writer)
+        return frame
+
+    def _frame_of(self, writer: ChoiceWriter) -> tuple[bytes, bytes]:
         choice = writer.token(Token(index=1, token_id=0, text=_GAP))
         assert choice is not None  # there is text
         # From the right: the model's name, which is the client's, stands before the gap.
         before, _, behind = self._event([choice], None, {}).rpartition(_encode(_GAP))
-        self._frames[index] = frame = before, behind
-        return frame
+        return before, behind
 
     def _event(self, choices: list[Json], usage: Json | None, extra: Json) -> bytes:
         document = self._head | {"choices": choices} | extra

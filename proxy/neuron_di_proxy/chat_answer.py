@@ -45,12 +45,19 @@ class ChatWriter(ChoiceWriter):
         self._is_role_said = False
 
     @property
+    def begins_plain(self) -> bool:
+        return self._tags is None and self._has_only_text
+
+    @property
     def is_plain(self) -> bool:
+        is_answer = self._tags is None or (self._splitter is not None and self._splitter.is_over)
+        return self._is_role_said and is_answer and self._has_only_text
+
+    @property
+    def _has_only_text(self) -> bool:
         request = self._request
         return (
-            self._is_role_said
-            and self._calls is None
-            and (self._tags is None or (self._splitter is not None and self._splitter.is_over))
+            self._calls is None
             and request.sampling.logprobs is None
             and not request.return_token_ids
         )

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from neuron_di.types import FinishReason, RequestId
 from neuron_di.wire import Finished, Token
 from neuron_di_proxy.choice_request import ChoiceRequest
+from neuron_di_proxy.emit import Emit, MakeLane
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.histogram import Histogram
-from neuron_di_proxy.leg_merge import Emit, MakeLane
 from neuron_di_proxy.receipts import Receipt, RequestRecord
 from neuron_di_proxy.token_lane import Lane
 
@@ -41,6 +41,10 @@ class ChoiceSink(Protocol):
 
         It counts them in the choice's record, and the seconds between them in `gaps`.
         """
+        ...
+
+    def first_lane(self, index: int, gaps: Histogram) -> Lane | None:
+        """What takes a choice's first token, likewise, and nothing after it."""
         ...
 
 
@@ -107,8 +111,11 @@ class Choice:
         self._before_s = now_s
         self._sink.token(self._index, token)
 
-    def _make_lane(self) -> Lane | None:
-        self._lane = self._sink.lane(self._index, self._gaps)
+    def _make_lane(self, *, is_first: bool) -> Lane | None:
+        if self._lane is not None:
+            self._before_s = max(self._before_s, self._lane.last_s)
+        make = self._sink.first_lane if is_first else self._sink.lane
+        self._lane = make(self._index, self._gaps)
         return self._lane
 
 

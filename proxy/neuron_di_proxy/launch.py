@@ -18,10 +18,11 @@ from neuron_di.config import LimitOptions
 from neuron_di.errors import NeuronDiError
 from neuron_di.wire import DecodeLeg, Finished, PrefillLeg, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.emit import Emit, MakeLane, no_lane
 from neuron_di_proxy.failure import LegFailed, RequestTimeout, failure_of
 from neuron_di_proxy.health import Health, Watching
 from neuron_di_proxy.inbox import Side
-from neuron_di_proxy.leg_merge import Emit, MakeLane, PairOfLegs, WholeLeg, no_lane
+from neuron_di_proxy.leg_merge import PairOfLegs, WholeLeg
 from neuron_di_proxy.route import Pair
 from neuron_di_proxy.workers import Leg, Workers
 

@@ -8,7 +8,6 @@ which is shorter still: what the lane took is counted here when something else i
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 from neuron_di.clock import now_s
 from neuron_di.errors import (
@@ -20,6 +19,7 @@ from neuron_di.obs import get_logger
 from neuron_di.wire import Finished, Parked, Released, Token
 from neuron_di.wire.handoff import LaunchAction, LaunchEvent, LaunchState, launch_step
 from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.emit import Emit, MakeLane, no_lane
 from neuron_di_proxy.failure import RequestTimeout
 from neuron_di_proxy.health import Praise
 from neuron_di_proxy.inbox import Heard, Inbox, Side
@@ -34,22 +34,14 @@ LANE_TRY_TOKENS = 16  # an answer that is no plain text yet is asked again after
 
 _log = get_logger(__name__)
 
-# Gets a request's tokens, each once, in order, at once, on the event loop. It does not block.
-Emit = Callable[[Token], None]
-# Makes the lane from a leg to the client for all tokens from the next one on, if there can be one.
-MakeLane = Callable[[], Lane | None]
-
 _PREFILL_LAST_WORDS = (Exception, Released)
 _WITH_RECEIPT = (Finished, Released)
 
 # Names of their own: to look a member up in its Enum takes longer than what is done with it.
-_DECODE_TOKEN, _PARKED = LaunchEvent.DECODE_TOKEN, LaunchState.PARKED
+_PREFILL_TOKEN, _DECODE_TOKEN = LaunchEvent.PREFILL_TOKEN, LaunchEvent.DECODE_TOKEN
+_PARKED = LaunchState.PARKED
 _EMIT, _FINISH, _FAIL = LaunchAction.EMIT, LaunchAction.FINISH, LaunchAction.FAIL
 _KEEP_RECEIPT, _HOLD_BACK = LaunchAction.KEEP_RECEIPT, LaunchAction.HOLD_BACK
-
-
-def no_lane() -> None:
-    """A MakeLane for tokens that are all to be emitted."""
 
 
 class Running(ABC):
@@ -66,6 +58,7 @@ class Running(ABC):
         self._make_lane = make_lane
         self._lane: Lane | None = None
         self._lane_side: Side | None = None  # whose tokens are to take one
+        self._is_first_lane = False  # it is for the first token only
         self._due = attempt.first_index  # the next token's index
         self._outcome: Finished | Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -77,7 +70,9 @@ class Running(ABC):
         """Return or raise what becomes of the attempt."""
         if self._outcome is None:
             self.wake_by(self._first_look_s)
-            self._waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            loop.call_soon(self._take_first_lane)  # once the legs were sent
             await self._waiter
         assert self._outcome is not None, "it has ended"
         if isinstance(self._outcome, Exception):
@@ -131,9 +126,20 @@ class Running(ABC):
         """Let this side's tokens take a lane from now on, or as soon as there can be one."""
         if self._outcome is None:
             self._lane_side = side
-            self._lane = self._make_lane()
+            self._lane = self._make_lane(is_first=False)
             if self._lane is not None:
                 self.legs[side].relay(self._lane)
+
+    def _take_first_lane(self) -> None:
+        """Let the first token take a lane as well, unless anybody has said anything.
+
+        Whatever is heard next closes it. So all that the lane must know of is this one token.
+        """
+        if self._outcome is None and self.speaker is None and not self.trials:
+            self._lane = self._make_lane(is_first=True)
+            if self._lane is not None:
+                self._is_first_lane = True
+                self.legs[next(iter(self.legs))].relay(self._lane)
 
     def leave_lane(self) -> None:
         """No token takes a lane from now on."""
@@ -141,6 +147,7 @@ class Running(ABC):
         if lane is not None:
             self.catch_up(lane)
             lane.close()
+        self._is_first_lane = False
 
     def catch_up(self, lane: Lane) -> None:
         """Count the tokens that took the lane since this was last called."""
@@ -167,7 +174,9 @@ class Running(ABC):
 
     def _deal(self, heard: Heard) -> None:
         self.speaker = heard.side
-        if self._lane is not None:
+        if self._is_first_lane:
+            self.leave_lane()
+        elif self._lane is not None:
             self.catch_up(self._lane)
         try:
             self.step(heard)
@@ -333,7 +342,9 @@ class PairOfLegs(Running):
     def catch_up(self, lane: Lane) -> None:
         due = self._due
         super().catch_up(lane)
-        if self._due > due:
+        if self._due > due and self._is_first_lane:
+            self._state, _ = launch_step(self._state, _PREFILL_TOKEN)
+        elif self._due > due:
             self._note_given()
         self._stall_s = max(self._stall_s, lane.last_s + self._stall_timeout_s)
 

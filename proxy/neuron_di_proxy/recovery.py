@@ -19,10 +19,10 @@ from neuron_di.obs import get_logger
 from neuron_di.wire import Finished, Token, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.choice_request import ChoiceRequest
+from neuron_di_proxy.emit import Emit, MakeLane, no_lane
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
-from neuron_di_proxy.leg_merge import Emit, MakeLane, no_lane
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.route import ModelNotFound, Route, Router
 from neuron_di_proxy.workers import Process, Workers, process_of

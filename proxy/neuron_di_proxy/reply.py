@@ -4,7 +4,7 @@
 request knows this protocol only, so that both write the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from neuron_di_proxy.histogram import Histogram
@@ -42,11 +42,16 @@ class Reply(Protocol):
         ...
 
     def lane(
-        self, frame: tuple[bytes, bytes], record: RequestRecord, gaps: Histogram
+        self,
+        frame: tuple[bytes, bytes],
+        record: RequestRecord,
+        gaps: Histogram,
+        begin: Callable[[bytes], None] | None = None,
     ) -> Lane | None:
         """What takes tokens here by itself, as events of their text in this frame, if that can be.
 
-        Between `begin` and `end`; what else is written may come between.
+        Between `begin` and `end`; what else is written may come between. Before that, one that
+        takes the first token only and gives its event to the `begin` that is given here.
         """
         ...
 

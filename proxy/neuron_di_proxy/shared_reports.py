@@ -44,6 +44,9 @@ class SharedReports:
             self._release(first, None)
         self._sink.finished(index, finished)
 
+    def first_lane(self, *_: object) -> None:
+        """There is none: what comes first is the report."""
+
     def lane(self, index: int, gaps: Histogram) -> Lane | None:
         first = index - index % self._n
         return self._sink.lane(index, gaps) if first in self._reports else None

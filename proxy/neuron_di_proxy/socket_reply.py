@@ -1,6 +1,7 @@
 """A Reply that is written to its client's transport as it comes: HTTP/1.1, byte by byte ours."""
 
 import asyncio
+from collections.abc import Callable
 from email.utils import formatdate
 
 from neuron_di.clock import unix_s
@@ -93,14 +94,18 @@ class SocketReply:
         self._write(self._framed(data))
 
     def lane(
-        self, frame: tuple[bytes, bytes], record: RequestRecord, gaps: Histogram
+        self,
+        frame: tuple[bytes, bytes],
+        record: RequestRecord,
+        gaps: Histogram,
+        begin: Callable[[bytes], None] | None = None,
     ) -> Lane | None:
         if not IS_COMPILED or not self._is_chunked or self.is_over:
             return None
-        ids = record.emitted
-        return Lane(
-            self._outlet, self.write, *frame, len(ids), record, ids, gaps, record.last_token_s
-        )
+        outlet, ids, last_s = self._outlet, record.emitted, record.last_token_s
+        if begin is None:
+            return Lane(outlet, self.write, *frame, len(ids), record, ids, gaps, last_s)
+        return Lane(outlet, begin, *frame, len(ids), record, ids, gaps, last_s, is_first=True)
 
     def _framed(self, data: bytes) -> bytes:
         # An empty chunk would read as the end.

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension for token
 
 TEXTS = ["a", "", ' "q" \\ /', "\n\t\x00\x7f", "naïve ☃ 𝄞", "", "x" * 5000, "</script>", "end"]
 NUM_TOKENS = 40
-GAPS = "vllm:inter_token_latency_seconds_count"
+COUNTS = ("vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count")
 STREAM = {"model": "tiny", "stream": True}
 CASES = {
     "completion": post("/v1/completions", STREAM | {"prompt": "hi"}),
@@ -108,14 +108,32 @@ async def test_both_ways_write_alike(talking, monkeypatch, case):
     assert b"x" * 5000 in by_lane.framed
     if case in TAKES_LONG_WAY:
         assert num_by_python == NUM_TOKENS
-    else:  # decode's first token, too, where it comes before prefill's last word
-        assert num_by_python in (1, 2)
+    else:  # decode's first token, where it comes before prefill's last word
+        assert num_by_python in (0, 1)
 
 
-async def test_a_lane_takes_what_follows_the_first_token_of_decode(talking, monkeypatch):
+async def test_lanes_take_all_but_the_first_token_of_decode(talking, monkeypatch):
     long_way = count_long_way(monkeypatch)
     await answer(talking, CASES["chat"])
-    assert long_way in ([0], [0, 1])  # itself, too, where it comes after prefill's last word
+    assert long_way in ([], [1])  # itself, too, where it comes after prefill's last word
+
+
+@pytest.mark.parametrize("case", ["chat", "completion"])
+@pytest.mark.parametrize("first", ["a", "", ' "q" \\ /', "naïve ☃", "x" * 5000])
+async def test_an_answer_begins_alike(talking, monkeypatch, case, first):
+    async def prefill_of(leg):
+        await leg.send(token(0, first), parked(), released())
+
+    talking.prefill.script = prefill_of
+    long_way = count_long_way(monkeypatch)
+    by_lane = await answer(talking, CASES[case])
+    assert (0 in long_way) == (first == "")
+    without_lanes(monkeypatch)
+    by_python = await answer(talking, CASES[case])
+    assert masked(by_lane) == masked(by_python)
+    if first:
+        begin = by_lane.body.partition(b"\n\n")[0]
+        assert json.dumps(first, ensure_ascii=False).encode() in begin
 
 
 async def test_each_choice_has_a_lane_of_its_own(talking, monkeypatch):
@@ -161,8 +179,8 @@ async def test_a_continuation_takes_a_lane_again(stack, monkeypatch):
             raw.send(CASES["completion"])
             bodies.append((await raw.response()).body)
         if not bodies[1:]:
-            # Of each attempt, prefill's token, and the first of decode if prefill goes on.
-            assert [index for index in long_way if index not in (1, 5)] == [0, 4]
+            # Of the second attempt prefill's token; of each, decode's first if prefill goes on.
+            assert [index for index in long_way if index not in (1, 5)] == [4]
         without_lanes(monkeypatch)
     for body in bodies:
         events = [json.loads(each[6:]) for each in body.split(b"\n\n")[:-2]]
@@ -170,15 +188,15 @@ async def test_a_continuation_takes_a_lane_again(stack, monkeypatch):
         assert events[-1]["neuron_di"]["continued"] == 1
 
 
-async def test_gaps_are_counted_alike(talking, monkeypatch):
-    async def num_gaps():
+async def test_tokens_are_counted_alike(talking, monkeypatch):
+    async def counted():
         async with talking.proxy.http.get("/metrics") as response:
             text = await response.text()
-        (line,) = [each for each in text.splitlines() if each.startswith(GAPS)]
-        return float(line.split()[-1])
+        counts = [each for each in text.splitlines() if each.startswith(COUNTS)]
+        return [float(line.split()[-1]) for line in counts]
 
     await answer(talking, CASES["completion"])
-    assert await num_gaps() == NUM_TOKENS - 1
+    assert await counted() == [1, NUM_TOKENS - 1]
     without_lanes(monkeypatch)
     await answer(talking, CASES["completion"])
-    assert await num_gaps() == 2 * (NUM_TOKENS - 1)
+    assert await counted() == [2, 2 * (NUM_TOKENS - 1)]

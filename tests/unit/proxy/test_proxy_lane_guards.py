@@ -213,7 +213,7 @@ async def test_who_failed_a_step_is_found_out_though_its_client_leaves_before_th
         asked = cluster.request()
         record = asked.record
 
-        def make_lane():
+        def make_lane(*, is_first):
             ids = record.emitted
             return rig.lane(due=len(ids), record=record, ids=ids, last_s=now_s())
 
@@ -244,7 +244,7 @@ async def test_a_gap_is_counted_from_the_lanes_last_token(streamed):
             hear(0)
             await asyncio.sleep(1)
             hear(1)
-            lane = make_lane()
+            lane = make_lane(is_first=False)
             for index in (2, 3):
                 await asyncio.sleep(2)
                 tell(lane, index)
