@@ -415,7 +415,7 @@ static int lane_take_token(Lane *self, const Token *token, PyObject *now)
     Py_DECREF(record);
     if (rc == 0 && token->text_size > 0 && self->is_open)
         rc = lane_write(self, token);
-    if (self->is_first)
+    if (rc == 0 && self->is_first)
         lane_forget(self);
     return rc;
 }
