@@ -20,8 +20,10 @@
 enum {
     IOVECS_MAX = 1024,         /* the kernel's bound: IOV_MAX */
     CALL_BYTES_MAX = 64 << 20, /* so that the deadline is looked at */
-    /* A reader is woken when this much is there, not by each packet. */
-    WAKE_BYTES = 512 << 10,
+    /* A reader is woken when this much is there, not by each packet: half of what is to come, so
+     * that it copies while the other half is sent. */
+    WAKE_BYTES_MIN = 64 << 10,
+    WAKE_BYTES_MAX = 512 << 10,
 };
 
 /* Where a transfer stands: `within` bytes of run `run` have moved. */
@@ -118,11 +120,12 @@ int64_t send_runs(int fd, const char *header, int64_t header_bytes, char *base,
     return 0;
 }
 
-/* A call that has taken less than WAKE_BYTES sleeps until as much again is there: near the end
- * of the transfer that would be never. */
+/* A call that has taken less than the wanted sleeps until as much again is there: near the end of
+ * the transfer that would be never. */
 static void wake_at(int fd, int *current, int64_t left)
 {
-    int wanted = left >= 2 * WAKE_BYTES ? WAKE_BYTES : 1;
+    int64_t half = left / 2 < WAKE_BYTES_MAX ? left / 2 : WAKE_BYTES_MAX;
+    int wanted = half < WAKE_BYTES_MIN ? 1 : (int)half;
     if (wanted != *current)
         setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
     *current = wanted;
