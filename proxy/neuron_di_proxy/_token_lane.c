@@ -403,7 +403,7 @@ static int lane_take_token(Lane *self, const Token *token, PyObject *now)
     Py_DECREF(id);
     if (rc < 0)
         return -1;
-    self->due++;
+    self->due = self->is_first ? INT64_MAX : self->due + 1; /* nothing is due after a first one */
     self->num_taken++;
     if (self->last_s > 0)
         lane_count_gap(self, now_s - self->last_s);
@@ -705,7 +705,7 @@ static PyObject *read_rest(const Reader *reader, unsigned char head)
 }
 
 /* Whether an open lane waits for just this token. A first one is more than its text where it has
- * none: an answer begins with it all the same. */
+ * none: an answer begins with it all the same. After it, such a lane waits for nothing. */
 static bool lane_awaits(const Lane *lane, const Token *token)
 {
     return token->index < INT64_MAX && (long long)token->index == lane->due &&

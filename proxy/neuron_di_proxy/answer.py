@@ -58,8 +58,8 @@ class StreamedAnswer(_Writing):
 
     def _begin(self, index: int, headers: Headers, event: bytes) -> None:
         """The first token took a lane to here."""
-        self._answer.note_first(index)
         self._reply.begin(200, headers, length=None, first=event)
+        self._answer.note_first(index)
 
     def finished(self, index: int, finished: Finished) -> None:
         if not self._reply.has_begun:

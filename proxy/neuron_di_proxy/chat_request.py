@@ -17,7 +17,7 @@ from neuron_di_proxy.field_rules import (
     take_fields,
     usage_of,
 )
-from neuron_di_proxy.json_object import read_members
+from neuron_di_proxy.json_object import Members, read_members
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.request_fields import ChatFields, given
 from neuron_di_proxy.tool_calls import ToolUse, read_tools, tool_grammar
@@ -28,12 +28,15 @@ _LIST_OF_OBJECTS = re.compile(rb"\[[ \t\r\n]*\{")
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 
 
-def read_chat(body: bytes, *, choices_max: int, traits_of: TraitsOf) -> ClientRequest:
+def read_chat(
+    body: bytes, *, choices_max: int, traits_of: TraitsOf, members: Members = None
+) -> ClientRequest:
     """Read the body of POST /v1/chat/completions. Raises BadRequest, which names the field.
 
-    `traits_of` says what is known of a model, and raises what it is refused for.
+    `traits_of` says what is known of a model, and raises what it is refused for. `members`, as of
+    `read_body`.
     """
-    fields, unread = take_fields("chat", ChatFields, body)
+    fields, unread = take_fields("chat", ChatFields, body, members)
     if "messages" not in unread:
         raise BadRequest("`messages` is missing", param="messages")
     for name, raw in unread.items():

@@ -19,6 +19,7 @@ from neuron_di_proxy.field_rules import (
     take_fields,
     usage_of,
 )
+from neuron_di_proxy.json_object import Members
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.request_fields import CompletionFields
 
@@ -27,12 +28,15 @@ MAX_TOKENS_DEFAULT = 16  # OpenAI's; a chat may go on to the end of the context
 _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 
 
-def read_completion(body: bytes, *, choices_max: int, traits_of: TraitsOf) -> ClientRequest:
+def read_completion(
+    body: bytes, *, choices_max: int, traits_of: TraitsOf, members: Members = None
+) -> ClientRequest:
     """Read the body of POST /v1/completions. Raises BadRequest, which names the field.
 
-    `traits_of` says what is known of a model, and raises what it is refused for.
+    `traits_of` says what is known of a model, and raises what it is refused for. `members`, as of
+    `read_body`.
     """
-    fields, unread = take_fields("completions", CompletionFields, body)
+    fields, unread = take_fields("completions", CompletionFields, body, members)
     if "prompt" not in unread:
         raise BadRequest("`prompt` is missing", param="prompt")
     prompts = _split(unread["prompt"], choices_max)

@@ -19,6 +19,7 @@ from neuron_di.wire import Grammar, SamplingParams
 from neuron_di_proxy.choice_request import Endpoint
 from neuron_di_proxy.json_object import (
     NAME_CHARS_MAX,
+    Members,
     explain,
     read_body,
     read_members,
@@ -58,7 +59,7 @@ _get_passed_on = attrgetter(*_PASSED_ON)
 
 
 def take_fields(
-    endpoint: Endpoint, kind: type[Fields], body: bytes
+    endpoint: Endpoint, kind: type[Fields], body: bytes, members: Members = None
 ) -> tuple[Fields, dict[str, msgspec.Raw]]:
     """The fields of a body, checked one by one, and those that stay unread, by name.
 
@@ -67,7 +68,7 @@ def take_fields(
     unread: dict[str, msgspec.Raw] = {}
     pieces: list[bytes] = [b"{"]
     known, decoder = _reading(kind)
-    for name, raw in read_body(body).items():
+    for name, raw in read_body(body, members).items():
         label = known.get(name)
         if label is not None:
             pieces += (label, raw, b",")

@@ -26,7 +26,7 @@ try:
     from neuron_di_proxy._json_members import members_of as members_of
 except ModuleNotFoundError:  # there was no compiler; one that is there must fit
 
-    def members_of(body: bytes, /) -> list[tuple[str, int, int]] | None:  # noqa: ARG001 - as that
+    def members_of(body: bytes, /) -> "Members":  # noqa: ARG001 - as that
         """Without the extension nothing is known."""
         return None
 
@@ -46,6 +46,8 @@ _HALF_SURROGATE = re.compile(
 )
 
 Value = TypeVar("Value")
+# Name, and where its value begins and ends in the body; None: not known.
+Members = list[tuple[str, int, int]] | None
 
 
 class _Name(str):
@@ -76,20 +78,22 @@ class _Refused(Exception):
         self.reason = reason
 
 
-def read_body(body: bytes) -> dict[str, msgspec.Raw]:
+def read_body(body: bytes, members: Members = None) -> dict[str, msgspec.Raw]:
     """The fields of a request's body, each value as the client wrote it.
 
+    `members`, if they are known already, are what `members_of` gives for it.
     All of it is valid JSON in UTF-8, without half surrogates. Raises BadRequest.
     """
-    fields = read_compiled(body)
+    fields = read_compiled(body, members)
     if fields is None and len(body) <= _AT_ONCE_BYTES_MAX:
         fields = read_at_once(body)
     return read_one_by_one(body) if fields is None else fields
 
 
-def read_compiled(body: bytes) -> dict[str, msgspec.Raw] | None:
+def read_compiled(body: bytes, members: Members = None) -> dict[str, msgspec.Raw] | None:
     """As `read_at_once`, at any size; there are more that it leaves to others."""
-    members = members_of(body)
+    if members is None:
+        members = members_of(body)
     if members is None:
         return None
     view = memoryview(body)

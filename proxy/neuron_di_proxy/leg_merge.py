@@ -174,11 +174,11 @@ class Running(ABC):
 
     def _deal(self, heard: Heard) -> None:
         self.speaker = heard.side
-        if self._is_first_lane:
-            self.leave_lane()
-        elif self._lane is not None:
-            self.catch_up(self._lane)
         try:
+            if self._is_first_lane:
+                self.leave_lane()
+            elif self._lane is not None:
+                self.catch_up(self._lane)
             self.step(heard)
         except Exception as error:
             self.end(error)
@@ -198,9 +198,9 @@ class Running(ABC):
 
     def _ring(self) -> None:
         self._timer, self._timer_s = None, math.inf
-        if self._lane is not None:
-            self.catch_up(self._lane)
         try:
+            if self._lane is not None:
+                self.catch_up(self._lane)
             if self.next_s() - now_s() < TIMER_S:
                 self.on_time()
         except Exception as error:
@@ -226,6 +226,12 @@ class WholeLeg(Running):
             self.take_lane("whole")
         else:
             raise RemoteProtocolError(f"a worker sent {type(said).__name__} to a whole leg")
+
+    def catch_up(self, lane: Lane) -> None:
+        due = self._due
+        super().catch_up(lane)
+        if self._due > due:
+            self.praises["whole"]()
 
 
 class PairOfLegs(Running):

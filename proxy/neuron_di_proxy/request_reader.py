@@ -18,7 +18,7 @@ import msgspec
 from neuron_di_proxy.choice_request import Endpoint
 from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.field_rules import TraitsOf, draw_seed
-from neuron_di_proxy.json_object import members_of
+from neuron_di_proxy.json_object import Members, members_of
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.openai_request import read_chat, read_completion
 
@@ -72,12 +72,15 @@ class RequestReader:
     def read(self, endpoint: Endpoint, body: bytes) -> ClientRequest:
         """As `read_completion` and `read_chat`, whatever was read before."""
         route = _ROUTES[endpoint]
-        key, prompt, has_seed = _take_prompt(endpoint, route, body)
+        members = members_of(body)
+        key, prompt, has_seed = _take_prompt(endpoint, route, body, members)
         if key is not None:
             known = self._known.get(key)
             if known is not None and known.traits is self._traits_of(known.request.model):
                 return _with_prompt(known, prompt)
-        request = route.read(body, choices_max=self._choices_max, traits_of=self._traits_of)
+        request = route.read(
+            body, choices_max=self._choices_max, traits_of=self._traits_of, members=members
+        )
         if key is not None:
             self._keep(key, _Known(request, self._traits_of(request.model), has_seed))
         return request
@@ -91,11 +94,11 @@ class RequestReader:
 
 
 def _take_prompt(
-    endpoint: Endpoint, route: _Route, body: bytes
+    endpoint: Endpoint, route: _Route, body: bytes, members: Members
 ) -> tuple[_Key | None, memoryview, bool]:
     """The body's key, its prompt, and whether it gives a seed. Without a key it is not plain."""
     begin, end, has_seed, is_other = 0, 0, False, False
-    for name, at, behind in members_of(body) or ():
+    for name, at, behind in members or ():
         if name == route.prompt:
             begin, end = at, behind
         elif name == "seed":

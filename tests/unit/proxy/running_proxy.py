@@ -20,13 +20,16 @@ AT_ONCE = LimitOptions(
 
 
 class ListDirectory:
-    """A directory that is exactly what a test says."""
+    """A directory that is exactly what a test says. The same object until that changes."""
 
     def __init__(self, records: list[WorkerRecord]) -> None:
         self.records = records
+        self._view: tuple[WorkerRecord, ...] = ()
 
     def workers(self) -> tuple[WorkerRecord, ...]:
-        return tuple(self.records)
+        if self._view != tuple(self.records):
+            self._view = tuple(self.records)
+        return self._view
 
 
 class RunningProxy:

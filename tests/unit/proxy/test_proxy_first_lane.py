@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from lane_rig import event_of, payload_of
+from lane_rig import Rig, event_of, payload_of
 from laned_run import PAIR, WHOLE, Refuses, half_open, running
 from scripted_worker import finished, parked, released, token
 from virtual_cluster import virtual
@@ -142,3 +142,31 @@ async def test_a_failure_of_the_first_tokens_lane_ends_the_attempt():
         run.legs["prefill"].tell(0)
         with pytest.raises(ZeroDivisionError):
             await run.task
+
+
+@virtual
+async def test_a_worker_that_does_it_all_is_praised_for_its_first_token():
+    with running(WHOLE, has_first_lane=True) as run:
+        await launched()
+        breaker = half_open(run.health, WHOLE.worker)  # while the request runs
+        run.legs["whole"].tell(0)
+        run.legs["whole"].say(PeerTimeout("silent"))
+        with pytest.raises(PeerTimeout):
+            await run.task
+        assert breaker._num_good == 1
+
+
+def test_a_first_lane_takes_one_token_even_while_that_is_written():
+    rig = Rig()
+    begun = []
+
+    def begin(event):
+        begun.append(event)
+        others, _, _ = relay_told(payload_of([(7, 1, 101, "t1")]), lanes, 2.0)
+        assert others == [(7, 1, 101, "t1")]
+
+    lanes = {7: rig.lane(write=begin, is_first=True)}
+    relay_told(payload_of([(7, 0, 100, "t0")]), lanes, 1.0)
+    assert begun == [event_of("t0")]
+    assert rig.ids == [100]
+    rig.close()

@@ -9,7 +9,7 @@ from msgspec import structs
 from request_bodies import CHOICES_MAX, MESSAGES, TRAITS
 
 from neuron_di.errors import BadRequest
-from neuron_di_proxy import request_reader
+from neuron_di_proxy import json_object, request_reader
 from neuron_di_proxy.json_object import members_of
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.openai_request import read_chat, read_completion
@@ -202,3 +202,19 @@ def test_no_body_is_kept(endpoint, fields):
     for index in range(len(bodies)):
         fleet.read(endpoint, bodies[index])
     assert [sys.getrefcount(body) for body in bodies] == before
+
+
+@pytest.mark.parametrize("prompt", ["text", [1, 2, 3]])
+def test_a_body_is_passed_over_once(monkeypatch, prompt):
+    bodies = []
+
+    def counted(body):
+        bodies.append(body)
+        return members_of(body)
+
+    for module in (request_reader, json_object):
+        monkeypatch.setattr(module, "members_of", counted)
+    fleet = Fleet()
+    for num in 1, 2:
+        fleet.read("completions", body_of("completions", {}, prompt))
+        assert len(bodies) == num
