@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from mmap import mmap
 from typing import Self
 from weakref import WeakValueDictionary
@@ -42,6 +42,8 @@ from neuron_di_bindings.cuda_runtime import (
 
 # Errors of one call. After any other the device answers nothing else any more.
 _INVALID_VALUE, _NO_MEMORY = 1, 2
+
+_DROP_BYTES = 16 << 20  # of a mirror at a time: others wait meanwhile
 
 # A handle cannot be opened in the process that made it: whoever asks for one of these has it.
 _pools_here: "WeakValueDictionary[bytes, DevicePool]" = WeakValueDictionary()
@@ -99,7 +101,7 @@ class DevicePool(DeviceLoss, KvPool):
         self._stream_of_kernels: int | None = None
         self._lock = threading.Lock()
         self._on_device: set[BlockId] = set()
-        self._in_mirror: set[BlockId] = set()  # may have pages there, though nobody needs them
+        self._in_mirror: dict[BlockId, int] = {}  # may have pages there: how many read them
         self._is_stuck = False
         self._mirror = self.memory()  # close() forgets it, and some may still be copying
         self._device_memory = DeviceMemory(
@@ -178,43 +180,59 @@ class DevicePool(DeviceLoss, KvPool):
         block_ids = set(block_ids)
         with self._lock:
             self._on_device |= block_ids
-            stale = self._in_mirror & block_ids if self._in_mirror else None
-        if stale:
-            self._drop(stale)
+            is_stale = bool(self._in_mirror) and not block_ids.isdisjoint(self._in_mirror)
+        if is_stale:
+            self._drop_unread(block_ids)
 
     def is_on_device(self, block_id: BlockId) -> bool:
         """Whether the device has the KV of the block's request."""
         return block_id in self._on_device
 
-    def to_host(self, block_ids: Sequence[BlockId], num_tokens: int | None = None) -> None:
+    def to_host(self, block_ids: Sequence[BlockId], num_tokens: int | None = None) -> list[BlockId]:
         """Bring the blocks that hold so many tokens into the mirror; None: all of these. What is
-        not on the device is there already.
+        not on the device is there already. Which were brought: they stay until each who asked for
+        them has said `drop_mirror`, or `retire` does.
 
-        Blocks. Who asked drops them (`drop_mirror`), or `retire` does.
+        Blocks.
         """
+        return self._to_mirror(block_ids, num_tokens, num_readers=1)
+
+    def bring(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
+        self._to_mirror(block_ids, num_tokens, num_readers=0)
+
+    def drop_mirror(self, block_ids: Iterable[BlockId]) -> None:
+        """Whoever was told by `to_host` that these were brought reads them no more: the pages of
+        those that nobody else reads go."""
+        block_ids = list(block_ids)
+        with self._lock:
+            for block_id in block_ids:
+                if self._in_mirror.get(block_id):
+                    self._in_mirror[block_id] -= 1
+        if not self.keeps_mirror:
+            self._drop_unread(block_ids)
+
+    def _to_mirror(
+        self, block_ids: Sequence[BlockId], num_tokens: int | None, *, num_readers: int
+    ) -> list[BlockId]:
         if num_tokens is not None:
             block_ids = block_ids[: self.layout.num_blocks_for(num_tokens)]
         self._check_ids(block_ids)
         with self.hold(), self._errors():
             with self._lock:
                 found = [block_id for block_id in block_ids if block_id in self._on_device]
-                self._in_mirror.update(found)
+                for block_id in found:  # from now on nobody else drops them
+                    self._in_mirror[block_id] = self._in_mirror.get(block_id, 0) + num_readers
             size, address = self.layout.block_bytes, self._mirror.address
-            with contextlib.closing(self._copies.read(found)) as blocks:
-                for block_id, block in zip(found, blocks, strict=True):
-                    source = ctypes.addressof(ctypes.c_uint8.from_buffer(block))
-                    ctypes.memmove(address + block_id * size, source, size)
-
-    def bring(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
-        self.to_host(block_ids, num_tokens)
-
-    def drop_mirror(self, block_ids: Iterable[BlockId]) -> None:
-        """Nobody reads these blocks in the mirror any more: its pages go, where the KV is on the
-        device, or nobody's."""
-        with self._lock:
-            dropped = self._in_mirror.intersection(block_ids)
-        if dropped and not self.keeps_mirror:
-            self._drop(dropped)
+            try:
+                with contextlib.closing(self._copies.read(found)) as blocks:
+                    for block_id, block in zip(found, blocks, strict=True):
+                        source = ctypes.addressof(ctypes.c_uint8.from_buffer(block))
+                        ctypes.memmove(address + block_id * size, source, size)
+            except BaseException:
+                if num_readers:
+                    self.drop_mirror(found)
+                raise
+        return found
 
     def read_blocks(self, block_ids: Sequence[BlockId]) -> Generator[memoryview, None, None]:
         """The bytes of these blocks on the device, each valid until the next is asked for.
@@ -239,7 +257,7 @@ class DevicePool(DeviceLoss, KvPool):
         self._check_ids(ids)
         on_device = frozenset(self._on_device.intersection(ids))
         if self.keeps_mirror and on_device:
-            self.to_host(ids)
+            self._to_mirror(ids, None, num_readers=0)
             on_device = frozenset()
         size, whole = self.layout.block_bytes, self._mirror
         with (
@@ -258,7 +276,8 @@ class DevicePool(DeviceLoss, KvPool):
     def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
         with self._lock:  # what came late for a request that was cancelled may have marked them
             self._on_device.difference_update(block_ids)
-            self._in_mirror.update(block_ids)
+            for block_id in block_ids:
+                self._in_mirror.setdefault(block_id, 0)
 
     def end_fill(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
         """Take to the device what is not there yet. Blocks until it is there."""
@@ -273,9 +292,9 @@ class DevicePool(DeviceLoss, KvPool):
     def retire(self, block_ids: Sequence[BlockId]) -> bool:
         with self._lock:
             self._on_device.difference_update(block_ids)
-            stale = self._in_mirror.intersection(block_ids)
+            stale = self._in_mirror.keys() & block_ids
         is_not_yet = super().retire(block_ids)  # before the bytes go: a reader sees why
-        self._drop(stale)
+        self._drop(stale, lambda _: True)
         return is_not_yet
 
     def check_device(self, error: CudaError) -> None:
@@ -324,16 +343,25 @@ class DevicePool(DeviceLoss, KvPool):
         self.lose(lost)
         raise lost
 
-    def _drop(self, block_ids: Collection[BlockId]) -> None:
-        """Give back the mirror's pages that hold nothing else than these blocks."""
-        if not block_ids:
-            return
-        with self._lock:
-            self._in_mirror.difference_update(block_ids)
-        if (view := self._view) is not None:
-            drop_blocks(
-                view,
-                block_ids,
-                data_offset=head_bytes(self.num_blocks),
-                block_bytes=self.layout.block_bytes,
-            )
+    def _drop_unread(self, block_ids: Iterable[BlockId]) -> None:
+        """What is on the device, so that nobody is filling it, and read by nobody."""
+        self._drop(block_ids, lambda n: n in self._on_device and not self._in_mirror[n])
+
+    def _drop(self, block_ids: Iterable[BlockId], may_go: Callable[[BlockId], bool]) -> None:
+        """Give back the mirror's pages that hold nothing else than these blocks. Nobody begins to
+        read a block, or to fill it, between what `may_go` says of it and that."""
+        in_order, at_once = sorted(block_ids), max(1, _DROP_BYTES // self.layout.block_bytes)
+        for first in range(0, len(in_order), at_once):
+            with self._lock:
+                some = in_order[first : first + at_once]
+                dropped = [n for n in some if n in self._in_mirror and may_go(n)]
+                for block_id in dropped:
+                    if not self._in_mirror[block_id]:
+                        del self._in_mirror[block_id]
+                if dropped and (view := self._view) is not None:
+                    drop_blocks(
+                        view,
+                        dropped,
+                        data_offset=head_bytes(self.num_blocks),
+                        block_bytes=self.layout.block_bytes,
+                    )

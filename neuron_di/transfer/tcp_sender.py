@@ -40,10 +40,11 @@ from neuron_di.transfer.tcp_frames import (
 from neuron_di.transfer.tcp_receiver import deadline_of, end_tokens
 from neuron_di.transfer.tcp_stream import Stream
 from neuron_di.transfer.transfer_engine import Send, TransferToken
+from neuron_di.types import BlockId
 
 WISHES_MAX = 4096  # that wait on one stream
 ENDED_MAX = 1024  # sends that ended without their bytes, still known
-_Ended = list[tuple[TransferToken, NeuronDiError | None]]
+_Ended = list[tuple[TransferToken, NeuronDiError | None, list[BlockId]]]
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +62,7 @@ class _Outgoing:
     error: NeuronDiError | None = None
     start_s: float | None = None
     bringing: threading.Lock = field(default_factory=threading.Lock)
-    is_on_host: bool = False
+    brought: list[BlockId] | None = None  # from a GPU to the host's memory; None: not yet
 
 
 @dataclass(eq=False, slots=True)
@@ -108,14 +109,14 @@ class TcpSender:
         ended: _Ended = []
         with self._lock:
             if self._error is not None or not self._outlets:
-                ended = [(token, self._error or PeerGone("no data connection of the peer"))]
+                ended = [(token, self._error or PeerGone("no data connection of the peer"), [])]
             elif not 0 <= send.tag < 1 << 64:
-                ended = [(token, LocalProtocolError("a transfer's tag is 64 bits"))]
+                ended = [(token, LocalProtocolError("a transfer's tag is 64 bits"), [])]
             elif send.tag in self._outgoing:
-                ended = [(token, LocalProtocolError("two open transfers have one tag"))]
+                ended = [(token, LocalProtocolError("two open transfers have one tag"), [])]
             elif send.tag in self._skipped:
                 del self._skipped[send.tag]
-                ended = [(token, KvMissing("the decode worker gave this transfer up"))]
+                ended = [(token, KvMissing("the decode worker gave this transfer up"), [])]
             else:
                 deadline, end = Deadline.after(self._unclaimed_s), Deadline.after(self._send_s)
                 whole = Frame(WANT, send.tag, num_bytes, 0, num_bytes)
@@ -128,7 +129,7 @@ class TcpSender:
                     if (frame := outlet.early.pop(send.tag, None)) is not None:
                         ended += self._want(outlet, frame)
                         os.eventfd_write(outlet.wake_fd, 1)
-        end_tokens(ended)
+        self._tell(ended)
         return token
 
     def serve(self, stream: Stream, attempt: int, num_streams: int, welcome: bytes) -> None:
@@ -159,7 +160,7 @@ class TcpSender:
         with self._lock:
             self._error = self._error or error
             ended = self._end_all(self._error)
-        end_tokens(ended)
+        self._tell(ended)
 
     def wait_idle(self, deadline: Deadline) -> None:
         """Until nothing is posted any more, or the deadline."""
@@ -179,12 +180,12 @@ class TcpSender:
                 ended = self._end_all(PeerGone("the decode worker connected anew"))
                 self._attempt = attempt
             self._outlets.append(outlet)
-        end_tokens(ended)
+        self._tell(ended)
 
     def _fail_attempt(self, attempt: int, error: NeuronDiError) -> None:
         with self._lock:
             ended = self._end_all(error) if attempt == self._attempt else []
-        end_tokens(ended)
+        self._tell(ended)
 
     def _end_all(self, error: NeuronDiError) -> _Ended:
         """Under the lock: shut the streams there are; no send outlives them."""
@@ -220,7 +221,7 @@ class TcpSender:
             outgoing.token.transfer_s = now_s() - outgoing.start_s
         if outgoing.error is None:
             outgoing.token.kv_bytes = outgoing.whole.total
-        return [(outgoing.token, outgoing.error)]
+        return [(outgoing.token, outgoing.error, outgoing.brought or [])]
 
     def end_unclaimed(self) -> Deadline | None:
         """End the sends that were not asked for in time. When the next one's time ends, if any."""
@@ -232,7 +233,7 @@ class TcpSender:
                     error = KvMissing("the decode worker never asked for this transfer")
                     ended += self._give_up(outgoing, error)
             ends = [outgoing.deadline for outgoing in waiting if outgoing.error is None]
-        end_tokens(ended)
+        self._tell(ended)
         return min(ends, key=lambda end: end.at_s, default=None)
 
     def _wait(self, outlet: _Outlet) -> None:
@@ -262,7 +263,7 @@ class TcpSender:
                     else:
                         ended += self._want(outlet, frame)
         finally:  # they are forgotten already, whatever came behind what ended them
-            end_tokens(ended)
+            self._tell(ended)
 
     def _wanted_wholly(self, wish: bytes) -> _Outgoing | None:
         """The send that this asks for, if it is a wish for all of one that was posted: as _want and
@@ -327,7 +328,7 @@ class TcpSender:
             with self._lock:
                 outgoing.num_reading -= 1
                 ended = self._give_up(outgoing, lack)
-            end_tokens(ended)
+            self._tell(ended)
             self._send_only(outlet, frame.answered(GONE).pack())
             return
         try:
@@ -344,10 +345,11 @@ class TcpSender:
             outgoing.num_reading -= 1
             if error is None:
                 outgoing.remaining -= frame.length
+            # The peer had all and closed another stream before this thread could say so.
+            if not outgoing.remaining and isinstance(outgoing.error, PeerGone):
+                outgoing.error = None
             ended = self._give_up(outgoing, error) if error else self._if_over(outgoing)
-        if ended and self._device is not None:
-            self._device.drop_mirror(outgoing.send.block_ids)
-        end_tokens(ended)
+        self._tell(ended)
         if error is not None:
             raise error
 
@@ -357,12 +359,19 @@ class TcpSender:
             return None
         with outgoing.bringing:  # other streams want other pieces of it
             try:
-                if not outgoing.is_on_host:
-                    self._device.to_host(outgoing.send.block_ids, outgoing.send.num_tokens)
-                    outgoing.is_on_host = True
+                if outgoing.brought is None:
+                    block_ids, num_tokens = outgoing.send.block_ids, outgoing.send.num_tokens
+                    outgoing.brought = self._device.to_host(block_ids, num_tokens)
             except NeuronDiError as error:
                 return error
         return None
+
+    def _tell(self, ended: _Ended) -> None:
+        """Whoever waits for these sends, without any lock."""
+        for token, error, brought in ended:
+            if brought and self._device is not None:
+                self._device.drop_mirror(brought)  # while the blocks are still this send's
+            end_tokens([(token, error)])
 
     def _send_only(self, outlet: _Outlet, message: bytes) -> None:
         nothing = np.zeros(0, np.int64)

@@ -225,7 +225,12 @@ async def test_a_request_is_served_across_hosts(cluster: Cluster) -> None:
     (lane,) = decode["status"]["lanes"]
     assert (lane["peer"], lane["engine"]) == ("prefill-0", "tcp")
     assert lane["reason"].startswith("shm: the peer is on another machine")
-    (near,) = (await cluster.worker("decode-1"))["status"]["lanes"]
+
+    async def lanes_beside_prefill() -> list[dict] | None:
+        """Their pair is tried out without a request, in its own time."""
+        return (await cluster.worker("decode-1"))["status"]["lanes"] or None
+
+    (near,) = await eventually(lanes_beside_prefill)
     assert (near["engine"], near["reason"]) == ("shm", "shm: chosen")
     prefill = (await cluster.worker("prefill-0"))["record"]
     shm, tcp = prefill["transfer"]

@@ -126,11 +126,61 @@ def test_blocks_come_to_the_host_and_go_from_there_when_they_are_given_up(pool):
 
 def test_the_next_owners_kernels_make_what_is_left_in_the_mirror_go(pool):
     """Of a block that was given up while it was brought."""
+    stream, steering, brought = pool.runtime.create_stream(), Steering.of(), []
+    num_stuck = steering.waiting()
+    steering.hold(stream)
+    pool.runtime.fill(pool.device_address, 9, NUM_BLOCKS * SIZE, stream)
+    pool.record(stream)
     pool.mark_on_device(IDS)
-    pool.to_host(IDS)
+    bringing = threading.Thread(target=lambda: brought.extend(pool.to_host(IDS)))
+    bringing.start()
+    while steering.waiting() == num_stuck:
+        bringing.join(0.001)
+    pool.retire(IDS)
+    steering.release()
+    bringing.join()
+    assert brought == IDS
+    pool.drop_mirror(brought)
     assert taken_bytes(pool) == len(IDS) * SIZE
     pool.mark_on_device(IDS[:2])
     assert taken_bytes(pool) == (len(IDS) - 2) * SIZE
+    pool.runtime.destroy_stream(stream)
+
+
+def test_a_block_stays_in_the_mirror_until_all_who_asked_for_it_have_read_it(pool):
+    device_of(pool)[:] = kv = numbers(6)
+    pool.mark_on_device(IDS)
+    first, second = pool.to_host(IDS[:3]), pool.to_host(IDS[1:])
+    assert (first, second) == (IDS[:3], IDS[1:])
+    pool.drop_mirror(first)
+    assert (mirror_of(pool)[IDS[1:]] == kv[IDS[1:]]).all()
+    assert taken_bytes(pool) == len(IDS[1:]) * SIZE
+    pool.mark_on_device(IDS)  # once more, as of more tokens
+    pool.drop_mirror(IDS[:1])  # nobody reads it any more
+    assert (mirror_of(pool)[IDS[1:]] == kv[IDS[1:]]).all()
+    pool.drop_mirror(second)
+    assert taken_bytes(pool) == 0
+
+
+def test_a_block_whose_bringing_failed_is_not_kept_for_who_asked(pool):
+    pool.mark_on_device(IDS)
+    Steering.of().fail("cudaEventRecord", NO_MEMORY)
+    with pytest.raises(WorkerFailed):
+        pool.to_host(IDS)
+    pool.drop_mirror(pool.to_host(IDS))
+    assert taken_bytes(pool) == 0
+
+
+def test_what_is_being_filled_stays_whoever_drops_it(pool):
+    pool.mark_on_device(IDS)
+    brought = pool.to_host(IDS)
+    pool.retire(IDS)
+    pool.begin_fill(IDS)  # the next owner's
+    mirror_of(pool)[IDS] = 5
+    pool.drop_mirror(brought)
+    pool.end_fill(IDS, NUM_TOKENS)
+    assert (device_of(pool)[IDS] == 5).all()
+    assert taken_bytes(pool) == 0
 
 
 def test_a_mirror_that_is_read_without_asking_is_kept(pool):
