@@ -43,6 +43,20 @@ async def test_events_come_in_order_however_the_bytes_are_cut(client, worker):
     ]
 
 
+async def test_who_waits_for_a_token_may_read_it_before_its_answers_end(
+    client, worker, monkeypatch
+):
+    _leg, ear, seen = await open_leg(client, worker)
+    heard_then = []
+    monkeypatch.setattr(leg_link, "sched_yield", lambda: heard_then.append(ear.said.qsize()))
+    await seen.send_bytes(encode_frame(Told([(0, 1, 101, "a")], [])))
+    assert await ear.next() == token(1, "a")
+    assert heard_then == []  # nothing else is to be done
+    await seen.send_bytes(encode_frame(Told([(0, 2, 102, "b")], [(0, finished(3))])))
+    assert [await ear.next() for _ in range(2)] == [token(2, "b"), finished(3)]
+    assert heard_then == [1]
+
+
 async def test_many_frames_in_one_packet_are_read(client, worker):
     _leg, ear, seen = await open_leg(client, worker)
     frames = [Told([(0, index, 100 + index, "")], []) for index in range(1, 9)]
