@@ -226,8 +226,7 @@ async def test_a_request_is_served_across_hosts(cluster: Cluster) -> None:
     assert (lane["peer"], lane["engine"]) == ("prefill-0", "tcp")
     assert lane["reason"].startswith("shm: the peer is on another machine")
 
-    async def lanes_beside_prefill() -> list[dict] | None:
-        """Their pair is tried out without a request, in its own time."""
+    async def lanes_beside_prefill() -> list[dict] | None:  # tried out in their own time
         return (await cluster.worker("decode-1"))["status"]["lanes"] or None
 
     (near,) = await eventually(lanes_beside_prefill)
