@@ -6,6 +6,7 @@ Exit code 1 when ours is slower than promised, or than another.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -201,6 +202,8 @@ def opened(block_bytes: int, options: argparse.Namespace, console: Console) -> I
         )
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-transfer-")))
         others: list[Way] = [CReference(segment, folder, stack)]
+        if len(cpus := sorted(os.sched_getaffinity(0))) > 1:
+            others.append(CReference(segment, folder, stack, cpus=(cpus[0], cpus[1])))
         others += peer_ways(options.nixl_python, options.mooncake_python, segment, stack)
         yield Bench(end, ours, others)
         end.close_pools()

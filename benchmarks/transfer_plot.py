@@ -5,20 +5,21 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.transfer_report import C_TCP, HANDOVER, SHM, TCP, TransferReport
+from benchmarks.transfer_report import C_TCP, C_TWO_CORES, HANDOVER, SHM, TCP, TransferReport
 
 # Okabe and Ito's colours, distinct for colour-blind readers, and a mark of its own for each.
 _LOOKS = {
     SHM: ("#0072B2", "o"),
     TCP: ("#0072B2", "^"),
     C_TCP: ("#000000", "|"),
+    C_TWO_CORES: ("#000000", "2"),
     "NIXL shm": ("#D55E00", "s"),
     "NIXL tcp": ("#D55E00", "v"),
     "Mooncake tcp": ("#E69F00", "D"),
 }
 _PANELS = (
     ("one host, shared memory", (SHM, "NIXL shm")),
-    ("TCP over loopback", (TCP, C_TCP, "NIXL tcp", "Mooncake tcp")),
+    ("TCP over loopback", (TCP, C_TCP, C_TWO_CORES, "NIXL tcp", "Mooncake tcp")),
 )
 _STEP = 0.17  # between the ways of one row
 
@@ -69,8 +70,8 @@ def _draw(axes: Axes, report: TransferReport, kinds: tuple[str, ...]) -> None:
             xerr=(lows, highs),
             color=colour,
             marker=mark,
-            markersize=9 if mark == "|" else 6,
-            markeredgewidth=2.5 if mark == "|" else 1,
+            markersize=9 if mark in "|2" else 6,
+            markeredgewidth=2.5 if mark in "|2" else 1,
             linestyle="",
             elinewidth=1,
             label=kind,

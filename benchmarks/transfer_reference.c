@@ -1,7 +1,7 @@
 /* What TCP over loopback can do: one process sends blocks, another receives them, with as little
  * else as a program can do. Made for comparison, not for use: it trusts whatever it is told.
  *
- *     transfer_reference source|sink PATH OFFSET BLOCK_BYTES
+ *     transfer_reference source|sink PATH OFFSET BLOCK_BYTES CPU|any
  *
  * maps the file from OFFSET on. The sink prints the port it listens on, and the source reads it
  * from its first line of input. Then each takes lines "COUNT ID ID ...", the same number of blocks
@@ -16,6 +16,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -84,6 +85,15 @@ static void move_pieces(int sock, struct iovec *pieces, size_t num_pieces, int i
     }
 }
 
+static void run_on(int cpu)
+{
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(cpu, &only);
+    if (sched_setaffinity(0, sizeof only, &only))
+        fail("sched_setaffinity");
+}
+
 static int connected(int is_source)
 {
     int one = 1, sock = socket(AF_INET, SOCK_STREAM, 0);
@@ -113,8 +123,10 @@ static int connected(int is_source)
 
 int main(int count, char **words)
 {
-    if (count != 5)
+    if (count != 6)
         return 2;
+    if (strcmp(words[5], "any"))
+        run_on(atoi(words[5]));
     setvbuf(stdout, NULL, _IOLBF, 0);
     int is_source = !strcmp(words[1], "source");
     size_t offset = strtoull(words[3], NULL, 10), block_bytes = strtoull(words[4], NULL, 10);

@@ -14,6 +14,7 @@ from benchmarks.transfer_ways import SetUp
 
 SHM, TCP, HANDOVER = "shm", "tcp", "handover"
 C_TCP = "C over TCP"
+C_TWO_CORES = "C on two cores"
 # What is promised of ours, as parts of another's speed.
 SHM_OF_MEMCPY = {"4096x16KiB": 0.85, "256MiB": 0.95}
 TCP_OF_C = 0.85
@@ -166,13 +167,15 @@ def ratio_table(report: TransferReport) -> Rows:
 
 def duel_table(report: TransferReport) -> Rows:
     """Ours by each other, in the same round; of a library's two ways the better one."""
-    pairs = [(TCP, C_TCP)] + [(way, kind) for way in (SHM, TCP) for kind in RIVALS[way]]
+    c_ways = [way for way in (C_TCP, C_TWO_CORES) if way in report.ways()]
+    pairs = [(TCP, way) for way in c_ways]
+    pairs += [(way, kind) for way in (SHM, TCP) for kind in RIVALS[way]]
     pairs = [pair for pair in pairs if pair[0] in report.ways()]
     rows = []
     for shape in report.shapes():
         cells = []
         for way, kind in pairs:
-            rival = kind if kind == C_TCP else report.best(kind, shape)
+            rival = kind if kind in c_ways else report.best(kind, shape)
             cells.append("-" if rival is None else _range(report.speed(way, rival, shape)))
         rows.append((shape, *cells))
     return ("times as fast", *(f"{way} / {kind}" for way, kind in pairs)), rows
@@ -273,7 +276,8 @@ LEGEND = (
     "memcpy*: the time of a memcpy of as many bytes, just before, by the transfer's. Time goes "
     "from the receiver's asking until it knows that all bytes are there. READ: the receiver "
     "fetches; WRITE: it asks, the other end writes and notifies it. *handover*: blocks change "
-    "their owner. "
+    "their owner. *C on two cores*: as C over TCP, whose ends may share a core, but each is kept "
+    "on one of its own. "
     "*CPU s/GB*: of both ends. *Set-up of a pair*: until a first block has arrived. All were "
     "verified, before the first round and after the last."
 )

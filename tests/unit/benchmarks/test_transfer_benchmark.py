@@ -1,3 +1,4 @@
+import os
 import shutil
 from contextlib import ExitStack
 
@@ -165,13 +166,15 @@ def test_the_files_also_where_others_are_missing(report, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_the_c_program_moves_the_blocks_that_it_is_told(tmp_path):
+@pytest.mark.parametrize("is_kept", [False, True], ids=["anywhere", "kept on its core"])
+def test_the_c_program_moves_the_blocks_that_it_is_told(tmp_path, is_kept):
+    cpus = sorted(os.sched_getaffinity(0))
     num_blocks, size = 64, 4096
     path = tmp_path / "segment"
     path.write_bytes(b"".join(bytes([index]) * size for index in range(num_blocks)))
     segment = Settings("", str(path), 0, num_blocks * size, size, "")
     with ExitStack() as stack:
-        way = CReference(segment, tmp_path, stack)
+        way = CReference(segment, tmp_path, stack, cpus=(cpus[-1], cpus[0]) if is_kept else None)
         found = way.move(Choice.of([3, 4, 9, 1], [40, 41, 30, 31]))
     blocks = [path.read_bytes()[at : at + size] for at in range(0, num_blocks * size, size)]
     expected = {40: 3, 41: 4, 30: 9, 31: 1, num_blocks - 1: 0}  # the last one: at its set-up
