@@ -6,10 +6,9 @@ is told to keep it, where it can be told; and as it may then keep all that a cro
 is looked at now and then.
 """
 
-import asyncio
 import ctypes
+import os
 import resource
-from pathlib import Path
 from typing import Any
 
 _M_TRIM_THRESHOLD = -1  # names and numbers of malloc.h
@@ -67,12 +66,6 @@ class Allocator:
         self._least_bytes = _num_resident_bytes()
         return True
 
-    async def look_often(self) -> None:
-        """Never ends."""
-        while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            self.give_back()
-
 
 def _glibc() -> Any:
     """None where it is not there, or too old."""
@@ -87,4 +80,8 @@ def _glibc() -> Any:
 
 
 def _num_resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE_BYTES
+    statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return int(os.read(statm, 256).split()[1]) * _PAGE_BYTES
+    finally:
+        os.close(statm)

@@ -12,6 +12,7 @@ import contextlib
 import socket
 import ssl
 from collections import deque
+from collections.abc import Callable
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.obs import get_logger
@@ -21,7 +22,7 @@ from neuron_di_proxy.hypercorn_side import HypercornSide
 from neuron_di_proxy.quart_exchange import QuartExchange
 from neuron_di_proxy.request_head import RequestHead
 from neuron_di_proxy.service import Service
-from neuron_di_proxy.ticks import until_tick_s
+from neuron_di_proxy.ticks import look_every
 
 BACKLOG = 4096
 STARTS_PER_TURN = 8  # requests: what running streams are sent must not wait for a crowd of them
@@ -56,7 +57,7 @@ class Front:
         self._is_empty.set()
         self._due: deque[FrontConnection] = deque()  # have a request that is to be started
         self._num_started = 0  # in this turn of the loop
-        self._sweeper: asyncio.TimerHandle | None = None  # while there is a connection
+        self._stop_sweeping: Callable[[], None] | None = None  # while there is a connection
         self._num_held = 0  # by hypercorn: HTTP/2
         self._interval_s = sweep_interval_s(self.options, self.send_timeout_s)
         self._silent_max = (self.options.ping_interval_s or NEVER) / self._interval_s
@@ -94,8 +95,8 @@ class Front:
         for connection in list(self._connections):
             connection.abort()
         await self._hypercorn.stop(timeout_s)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        if self._stop_sweeping is not None:
+            self._stop_sweeping()
 
     @property
     def num_connections(self) -> int:
@@ -110,8 +111,8 @@ class Front:
         self._connections.add(connection)
         self._count_open()
         self._is_empty.clear()
-        if self._sweeper is None:
-            self._sweep_later()
+        if self._stop_sweeping is None:
+            self._stop_sweeping = look_every(self._interval_s, self._sweep)
         return True
 
     def left(self, connection: FrontConnection) -> None:
@@ -154,15 +155,10 @@ class Front:
     def _count_open(self) -> None:
         self._counts.num_open = self.num_connections
 
-    def _sweep_later(self) -> None:
-        # A plain timer: with few streams it is a good part of what the process does.
-        loop = asyncio.get_running_loop()
-        self._sweeper = loop.call_later(until_tick_s(self._interval_s), self._sweep)
-
     def _sweep(self) -> None:
-        self._sweeper = None
-        if self.num_connections:
-            self._sweep_later()
+        if not self.num_connections and self._stop_sweeping is not None:
+            self._stop_sweeping()
+            self._stop_sweeping = None
         at_s = now_s()
         for connection in list(self._connections):
             try:

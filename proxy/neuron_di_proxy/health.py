@@ -29,8 +29,7 @@ answered: who is not the process that answers there is down.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -52,7 +51,7 @@ from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.health_report import HealthReport as HealthReport
 from neuron_di_proxy.health_report import report_of
 from neuron_di_proxy.route import Directory
-from neuron_di_proxy.ticks import until_tick_s
+from neuron_di_proxy.ticks import look_every
 from neuron_di_proxy.watch import (
     LONG_AGO_S,
     OnLoss,
@@ -93,6 +92,7 @@ class Health:
         self._doubting = directory if isinstance(directory, DoubtingDirectory) else None
         self._adopting = directory if isinstance(directory, AdoptingDirectory) else None
         self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
+        self._listeners: list[Callable[[], object]] = []
         if isinstance(workers, TalkingWorkers):
             self._talking = workers
             workers.on_word(self.note_word)
@@ -101,6 +101,8 @@ class Health:
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._follow())
+        interval_s = min(2 * self._limits.probe_interval_s, FOLLOW_INTERVAL_S)
+        self._stop_looking = look_every(interval_s, self._look)
         return self
 
     async def __aexit__(
@@ -109,6 +111,7 @@ class Health:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._stop_looking()
         tasks = [self._task, *(watch.task for watch in self._watches.values())]
         self._task = None
         running = [task for task in tasks if task is not None]
@@ -214,6 +217,10 @@ class Health:
             for on_loss in list(watch.legs.values()):
                 on_loss(error)
 
+    def on_change(self, listener: Callable[[], object]) -> None:
+        """Call `listener` whenever a worker changes its state. It is short."""
+        self._listeners.append(listener)
+
     async def wait_change(self, timeout_s: float) -> None:
         """Return when any worker changed its state, or after `timeout_s`."""
         changed = self._changed
@@ -224,26 +231,20 @@ class Health:
             return
 
     async def _follow(self) -> None:
-        """Watch what the directory has, and what has open legs."""
-        interval_s = min(2 * self._limits.probe_interval_s, FOLLOW_INTERVAL_S)
+        """Watch what the directory has: also as soon as it tells of a change, if it does."""
         directory = self._directory if isinstance(self._directory, TellingDirectory) else None
-        has_changed = False
-        while True:
-            epoch = 0 if directory is None else directory.epoch
-            try:
-                self._update()
-            except Exception:
-                _log.exception("directory_failed")
-            if directory is None:
-                await asyncio.sleep(until_tick_s(interval_s))
-                continue
-            if has_changed:  # more changes may come with this one
-                await asyncio.sleep(FOLLOW_PAUSE_S)
-            has_changed = False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until_tick_s(interval_s)):
-                    await directory.wait_changed(epoch)
-                    has_changed = True
+        epoch = 0 if directory is None else directory.epoch
+        self._look()
+        while directory is not None:
+            epoch = await directory.wait_changed(epoch)
+            self._look()
+            await asyncio.sleep(FOLLOW_PAUSE_S)  # more changes may come with this one
+
+    def _look(self) -> None:
+        try:
+            self._update()
+        except Exception:
+            _log.exception("directory_failed")
 
     def _update(self) -> None:
         records = self._directory.workers()
@@ -396,3 +397,5 @@ class Health:
         watch.state, watch.reason = state, reason
         self._changed.set()
         self._changed = asyncio.Event()
+        for listener in self._listeners:
+            listener()

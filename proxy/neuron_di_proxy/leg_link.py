@@ -42,6 +42,7 @@ from neuron_di.wire.leg_link import (
 )
 from neuron_di_proxy.failure import LegFailed
 from neuron_di_proxy.leg_document import Document
+from neuron_di_proxy.ticks import look_every
 from neuron_di_proxy.token_lane import Lane, LinkReader, relay_told
 from neuron_di_proxy.workers import Hear
 
@@ -85,9 +86,9 @@ class LegLink(LinkReader, asyncio.Protocol):
         self._frames = FrameReader(FROM_WORKER_BYTES_MAX)
         # How the worker was, as it came and as it was read.
         self._last_word: tuple[bytes | None, Told] = None, _NOTHING
-        self._watching: asyncio.TimerHandle | None = None
+        self._stop_watching: Callable[[], None] | None = None
         # Rarer than the worker's words: who is idle is to sleep. `Health` notices silence earlier.
-        self._watch_interval_s = min(2.5 * ALIVE_INTERVAL_S, limits.idle_timeout_s / 6)
+        self._watch_interval_s = min(2 * ALIVE_INTERVAL_S, limits.idle_timeout_s / 6)
         self._connecting = self._loop.create_task(self._connect(record.host, record.api_port))
 
     @property
@@ -133,8 +134,8 @@ class LegLink(LinkReader, asyncio.Protocol):
             return
         self._has_ended = True
         self._connecting.cancel()
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._stop_watching is not None:
+            self._stop_watching()
         if self._transport is not None:
             self._transport.abort()
         self._on_end(self)
@@ -155,7 +156,7 @@ class LegLink(LinkReader, asyncio.Protocol):
         self._transport = transport
         transport.write(MAGIC)
         self._send()
-        self._watching = self._loop.call_later(self._watch_interval_s, self._watch)
+        self._stop_watching = look_every(self._watch_interval_s, self._watch)
 
     def frames_came(self, data: bytes) -> None:
         """What comes but is not whole frames, or not to be relayed by `data_received`."""
@@ -251,7 +252,6 @@ class LegLink(LinkReader, asyncio.Protocol):
             return
         if self._transport is not None and self._transport.get_write_buffer_size() == 0:
             self._transport.write(_ALIVE)
-        self._watching = self._loop.call_later(self._watch_interval_s, self._watch)
 
     def _send(self) -> None:
         if self._transport is not None and self._unsent:

@@ -19,13 +19,14 @@ from neuron_di.etcd import open_registry
 from neuron_di.obs import get_logger, say
 from neuron_di.registry import Directory as RegistryDirectory
 from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer, keep_s_for
-from neuron_di_proxy.allocator import Allocator
+from neuron_di_proxy.allocator import LOOK_INTERVAL_S, Allocator
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.processes import FurtherProcesses, Meeting, part_of
 from neuron_di_proxy.route import Directory
 from neuron_di_proxy.server import bind, serve
 from neuron_di_proxy.siblings import SiblingPlace
 from neuron_di_proxy.static_directory import StaticDirectory
+from neuron_di_proxy.ticks import look_every
 
 _log = get_logger(__name__)
 
@@ -130,8 +131,7 @@ async def _run(options: ProxyOptions) -> None:
         settle_garbage()
         allocator = Allocator()
         if allocator.keep_freed():
-            looking = asyncio.create_task(allocator.look_often())
-            stack.callback(looking.cancel)
+            stack.callback(look_every(LOOK_INTERVAL_S, allocator.give_back))
         await serve(config, directory, sock, stop, place=place)
 
 

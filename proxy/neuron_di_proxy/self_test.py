@@ -8,6 +8,7 @@ served a request is tested at the next look for pairs that are due. Pairs are te
 
 import asyncio
 import random
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
@@ -25,7 +26,7 @@ from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
 from neuron_di_proxy.route import Directory, Pair, fits
-from neuron_di_proxy.ticks import until_tick_s
+from neuron_di_proxy.ticks import look_every
 from neuron_di_proxy.workers import Process, Workers, process_of
 
 ID_PREFIX = "self-test-"
@@ -89,6 +90,11 @@ class PairBook:
         """The pair failed without a test."""
         self.note(PairResult(prefill, decode, "failed", reason, now_s()))
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no pair of those that were tested is to be tested again."""
+        return not self._failed and not self._doubted
+
     def keep_only(self, records: tuple[WorkerRecord, ...]) -> None:
         """Forget the pairs of processes that are gone."""
         here = {process_of(record) for record in records}
@@ -117,9 +123,13 @@ class SelfTest:
         self._pairs = pairs
         self._rng = rng
         self._overdue_s: dict[tuple[Process, Process], float] = {}  # when a test was too slow
+        self._hurry = asyncio.Event()  # look for pairs that are due
+        self._all_tested: Sequence[WorkerRecord] | None = None  # the view whose pairs all were
+        health.on_change(self._hurry.set)
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._test_often())
+        self._stop_looking = look_every(LOOK_INTERVAL_S, self._look)
         return self
 
     async def __aexit__(
@@ -128,8 +138,13 @@ class SelfTest:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._stop_looking()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    def _look(self) -> None:
+        if self._all_tested is not self._directory.workers() or not self._pairs.is_settled:
+            self._hurry.set()
 
     async def _test_often(self) -> None:
         while True:
@@ -138,16 +153,21 @@ class SelfTest:
                     await self._test(pair)
             except Exception:
                 _log.exception("self_test_failed")
-            await self._health.wait_change(until_tick_s(LOOK_INTERVAL_S))
+            self._hurry.clear()  # what changed meanwhile is seen at the next look
+            await self._hurry.wait()
 
     def _due(self) -> list[Pair]:
         """The pairs to test now: ready, answering, and not tested or failed a while ago."""
         records = self._directory.workers()
         self._pairs.keep_only(records)
-        usable = [r for r in records if r.state == "ready" and self._health.is_usable(r)]
-        prefills = [record for record in usable if record.role == "prefill"]
-        decodes = [record for record in usable if record.role == "decode"]
-        return [Pair(p, d) for p in prefills for d in decodes if fits(p, d) and self._is_due(p, d)]
+        prefills = [record for record in records if record.role == "prefill"]
+        decodes = [record for record in records if record.role == "decode"]
+        pairs = [(p, d) for p in prefills for d in decodes if fits(p, d)]
+        is_tested = all(self._pairs.result_of(p, d) is not None for p, d in pairs)
+        self._all_tested = records if is_tested else None
+        ready = {id(r) for r in records if r.state == "ready" and self._health.is_usable(r)}
+        due = [(p, d) for p, d in pairs if {id(p), id(d)} <= ready and self._is_due(p, d)]
+        return [Pair(prefill, decode) for prefill, decode in due]
 
     def _is_due(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
         result = self._pairs.result_of(prefill, decode)

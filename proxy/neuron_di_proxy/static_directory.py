@@ -14,7 +14,7 @@ from neuron_di.registry import RefusedRecord, Supervised
 from neuron_di.wire import WorkerRecord, status_decoder
 from neuron_di_proxy.directory import LastWord
 from neuron_di_proxy.status_client import StatusClient
-from neuron_di_proxy.ticks import until_tick_s
+from neuron_di_proxy.ticks import look_every
 
 _log = get_logger(__name__)
 
@@ -34,7 +34,9 @@ class StaticDirectory:
         self._client = StatusClient()
         self._workers: dict[str, WorkerRecord] = {}
         self._view: tuple[WorkerRecord, ...] = ()
+        self._words: dict[str, WorkerRecord] = {}  # the last one of each, as it was said
         self._last_word: LastWord = lambda _: None
+        self._has_silent = asyncio.Event()  # among the workers: ask them
         self._asking = Supervised("static directory", self._ask_all)
 
     def ask_first(self, last_word: LastWord) -> None:
@@ -50,6 +52,7 @@ class StaticDirectory:
 
     async def __aenter__(self) -> Self:
         await self._asking.__aenter__()
+        self._stop_looking = look_every(ASK_INTERVAL_S, self._look)
         return self
 
     async def __aexit__(
@@ -58,6 +61,7 @@ class StaticDirectory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._stop_looking()
         await self._asking.__aexit__(kind, error, traceback)
         self._client.close()
 
@@ -75,10 +79,19 @@ class StaticDirectory:
 
     async def _ask_all(self) -> None:
         while True:
+            self._has_silent.clear()
             silent = [url for url in self._urls if not self._has_heard(url)]
-            if silent:
-                await asyncio.gather(*(self._ask(url) for url in silent))
-            await asyncio.sleep(until_tick_s(ASK_INTERVAL_S))
+            await asyncio.gather(*(self._ask(url) for url in silent))
+            await self._has_silent.wait()
+
+    def _look(self) -> None:
+        """As a rule all have said the same again."""
+        try:
+            is_silent = not all(self._has_heard(url) for url in self._urls)
+        except Exception:  # a bug: it is met once more by the task, which is owned
+            is_silent = True
+        if is_silent:
+            self._has_silent.set()
 
     def _has_heard(self, url: str) -> bool:
         """Take what this very process said by itself, if it did."""
@@ -86,7 +99,9 @@ class StaticDirectory:
         word = None if known is None else self._last_word(known)
         if known is None or word is None:
             return False
-        self._keep(url, word.record, known.host, known.api_port)
+        if word.record is not self._words.get(url):  # as a rule it says the same again
+            self._words[url] = word.record
+            self._keep(url, word.record, known.host, known.api_port)
         return True
 
     async def _ask(self, url: str) -> None:

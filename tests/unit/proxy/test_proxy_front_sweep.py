@@ -49,8 +49,8 @@ async def test_nothing_rings_once_the_last_connection_is_gone(monkeypatch):
                 client.send(get("/health"))
                 await client.response()
                 (front,) = fronts
-                assert front._sweeper is not None
+                assert front._stop_sweeping is not None
             async with asyncio.timeout(10.0):
-                while front._sweeper is not None:  # noqa: ASYNC110
+                while front._stop_sweeping is not None:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert front.num_connections == 0

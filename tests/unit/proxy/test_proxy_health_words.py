@@ -16,7 +16,6 @@ from neuron_di.errors import PeerGone, PeerTimeout
 from neuron_di.types import Incarnation
 from neuron_di.wire.leg_link import ALIVE_INTERVAL_S
 from neuron_di_proxy.health import TalkingWorkers
-from neuron_di_proxy.ticks import until_tick_s
 from neuron_di_proxy.worker_client import WorkerClient
 
 
@@ -267,22 +266,3 @@ async def test_nothing_rings_for_workers_that_are_forgotten_or_after_the_end():
 
 def test_the_real_clients_are_those_that_are_listened_to():
     assert issubclass(WorkerClient, TalkingWorkers)
-
-
-@virtual
-async def test_looks_of_one_interval_come_together():
-    looks = []
-
-    async def look(delay_s, interval_s):
-        await asyncio.sleep(delay_s)
-        for _ in range(10):
-            await asyncio.sleep(until_tick_s(interval_s))
-            looks.append(round(now_s(), 6))
-
-    await asyncio.gather(look(0.1, 1.0), look(0.37, 1.0), look(0.85, 0.5))
-    assert len(looks) == 30
-    assert len({at_s for at_s in looks if at_s % 1.0}) <= 5  # of the one that looks twice as often
-    assert len(set(looks)) <= 16
-    for now in range(1000):
-        asyncio.get_running_loop().now_s += 0.0137 * (now % 7)
-        assert 1.0 / 8 < until_tick_s(1.0) <= 1.0 + 1.0 / 8
