@@ -29,6 +29,7 @@ answered: who is not the process that answers there is down.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -223,12 +224,9 @@ class Health:
 
     async def wait_change(self, timeout_s: float) -> None:
         """Return when any worker changed its state, or after `timeout_s`."""
-        changed = self._changed
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await changed.wait()
-        except TimeoutError:
-            return
+                await self._changed.wait()
 
     async def _follow(self) -> None:
         """Watch what the directory has: also as soon as it tells of a change, if it does."""
