@@ -27,13 +27,13 @@ from benchmarks.proxy_process import (
     running,
     stub_workers,
 )
-from benchmarks.proxy_report import Cell, ProxyReport, Sample
+from benchmarks.proxy_report import OURS, OURS_TWICE, Cell, ProxyReport, Sample
 from benchmarks.proxy_stub import PREFILL_S
 from benchmarks.proxy_text import findings, print_report, write_report
 
 MODULE = "benchmarks.proxy"
 _IDLE_S = 5.0
-_PEER_NAMES = ("direct", "nginx", "vllm-demo", "vllm-router", "sglang-router", "neuron-di")
+_NAMES = ("direct", "nginx", "vllm-demo", "vllm-router", "sglang-router", OURS, OURS_TWICE)
 
 
 def main() -> int:
@@ -76,7 +76,7 @@ def contenders(
     options: argparse.Namespace, stubs: StubPorts, folder: Path, console: Console
 ) -> list[ProxyCommand]:
     """Those that are wanted and there; a line about each that is not there."""
-    ports = iter(free_ports(8))
+    ports = iter(free_ports(9))
     found: list[ProxyCommand] = []
     missing = {"vllm-demo": "--demo-proxy", "vllm-router": "--vllm-router"}
     missing["sglang-router"] = "--sglang-python"
@@ -86,8 +86,8 @@ def contenders(
         command: ProxyCommand | None = None
         if name == "direct":
             command = proxies.direct(stubs, port)
-        elif name == "neuron-di":
-            command = proxies.ours(stubs, port)
+        elif name in (OURS, OURS_TWICE):
+            command = proxies.ours(stubs, port, processes=1 if name == OURS else 2)
         elif name == "nginx":
             command = proxies.nginx(stubs, port, folder)
         elif name == "sglang-router" and options.sglang_python is not None:
@@ -149,7 +149,8 @@ def sample(
 
 def requests_per_stream(streams: int, expected_s: float, options: argparse.Namespace) -> int:
     """So many that a load lasts, unless there are enough streams to make up for it."""
-    lasting = round(options.cell_s / expected_s)
+    cell_s = options.cell_s * (2 if streams == 1 else 1)  # or its p99 is that of a few tokens
+    lasting = round(cell_s / expected_s)
     enough = -(-options.cell_requests // streams)
     return max(1, min(lasting, enough))
 
@@ -170,7 +171,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--cell-requests", type=int, default=6000, help="or has at least so many requests"
     )
     parser.add_argument("--tick-ms", type=float, default=40.0, help="a step of the stub workers")
-    parser.add_argument("--contenders", nargs="+", default=list(_PEER_NAMES), choices=_PEER_NAMES)
+    parser.add_argument("--contenders", nargs="+", default=list(_NAMES), choices=_NAMES)
     parser.add_argument("--sglang-python", type=Path, help="a Python that has sglang-router")
     parser.add_argument("--vllm-router", type=Path, help="the program of that name")
     parser.add_argument(

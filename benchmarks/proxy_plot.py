@@ -9,11 +9,12 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from benchmarks.order_statistics import Spread
 from benchmarks.proxy_prompts import CPU, FIRST_TOKEN, Measure, added, prompt_groups
-from benchmarks.proxy_report import OURS, Cell, ProxyReport, Sample
+from benchmarks.proxy_report import OURS, OURS_TWICE, Cell, ProxyReport, Sample
 
 # Okabe and Ito's colours, distinct for colour-blind readers, and a mark of its own for each.
 _LOOKS = {
     OURS: ("#0072B2", "o"),
+    OURS_TWICE: ("#56B4E9", "P"),
     "sglang-router": ("#D55E00", "s"),
     "vllm-router": ("#E69F00", "D"),
     "vllm-demo": ("#CC79A7", "v"),
@@ -49,7 +50,7 @@ def plot_proxies(report: ProxyReport, path: Path) -> None:
     _draw(last, report, longest, "streams", _values(report, lambda each: each.rss_mib))
     _label(last, f"resident memory, answers of {replies[-1]}", "streams", "MiB")
     handles, labels = panels[0][1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False)
     figure.suptitle(
         f"What a proxy costs: medians of {max(each.round for each in report.samples)} rounds; "
         f"prompts of {shortest:,} tokens unless said otherwise; less is better\n{report.machine}",
@@ -92,7 +93,7 @@ def _draw(
         if not shown:
             continue
         colour, mark = _LOOKS[name]
-        is_ours = name == OURS
+        is_ours = name in (OURS, OURS_TWICE)
         axes.plot(
             *zip(*shown, strict=True),
             color=colour,

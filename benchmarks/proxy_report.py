@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from benchmarks.order_statistics import Spread
 
 OURS = "neuron-di"
+OURS_TWICE = "neuron-di x2"  # two processes: the routers have a thread for each core
 ROUTERS = ("sglang-router", "vllm-router")
 # CPU per token; travel and first token in milliseconds; MiB resident.
 COLUMNS = (
@@ -112,9 +113,11 @@ class ProxyReport:
         samples = [each for each in self.samples if (each.proxy, each.cell) == (proxy, cell)]
         return sorted(samples, key=lambda each: each.round)
 
-    def ratio(self, cell: Cell, value: Callable[[Sample], float]) -> Spread | None:
+    def ratio(
+        self, cell: Cell, value: Callable[[Sample], float], name: str = OURS
+    ) -> Spread | None:
         """Ours to the better of the routers, within each round. None: somebody is missing."""
-        ours = self.of(OURS, cell)
+        ours = self.of(name, cell)
         routers = [samples for name in ROUTERS if (samples := self.of(name, cell))]
         if not ours or not routers:
             return None
@@ -138,13 +141,15 @@ STREAM_COLUMNS = ("proxy", "complete", "lost or doubled tokens", "cut", "refused
 def shortfalls(report: ProxyReport) -> list[str]:
     """Where ours is not below both routers, or treated a stream badly; in words."""
     found = []
-    for cell in report.cells():
-        for name, value in JUDGED:
-            ratio = report.ratio(cell, value)
-            if ratio is not None and ratio.median >= 1:
-                found.append(f"{cell}: {name} is {_times(ratio)} of the better router's")
-        if num_bad := sum(each.num_bad() for each in report.of(OURS, cell)):
-            found.append(f"{cell}: {num_bad} streams were lost, cut, refused or late")
+    for ours, words in ((OURS, ""), (OURS_TWICE, "two processes, ")):
+        for cell in report.cells():
+            for name, value in JUDGED:
+                ratio = report.ratio(cell, value, ours)
+                if ratio is not None and ratio.median >= 1:
+                    times = f"{_times(ratio)} of the better router's"
+                    found.append(f"{words}{cell}: {name} is {times}")
+            if num_bad := sum(each.num_bad() for each in report.of(ours, cell)):
+                found.append(f"{words}{cell}: {num_bad} streams were lost, cut, refused or late")
     return found
 
 
@@ -187,11 +192,11 @@ def groups_of(report: ProxyReport) -> dict[str, list[Cell]]:
     return groups
 
 
-def ratio_rows(report: ProxyReport) -> list[tuple[str, ...]]:
+def ratio_rows(report: ProxyReport, ours: str = OURS) -> list[tuple[str, ...]]:
     """Ours to the better router, per cell. Empty without either."""
     rows = []
     for cell in sorted(report.cells(), key=lambda each: (each[1], each[2], each[0])):
-        ratios = [report.ratio(cell, value) for _, value in JUDGED]
+        ratios = [report.ratio(cell, value, ours) for _, value in JUDGED]
         if all(ratio is not None for ratio in ratios):
             load = (f"{cell.streams:,}", str(cell.reply_tokens), f"{cell.prompt_tokens:,}")
             rows.append((*load, *(_times(ratio) for ratio in ratios if ratio is not None)))

@@ -13,6 +13,8 @@ from rich.table import Table
 from benchmarks.proxy_prompts import growth_findings, prompt_tables
 from benchmarks.proxy_report import (
     COLUMNS,
+    OURS,
+    OURS_TWICE,
     RATIO_COLUMNS,
     STREAM_COLUMNS,
     ProxyReport,
@@ -35,9 +37,10 @@ class Page(NamedTuple):
 
 def pages_of(report: ProxyReport) -> Iterator[Page]:
     """All tables: what decides comes first."""
-    if rows := ratio_rows(report):
-        title = "Ours / the better router, within rounds: median (range)"
-        yield Page(title, RATIO_COLUMNS, rows, 0)
+    for ours, words in ((OURS, "Ours"), (OURS_TWICE, "Ours with two processes")):
+        if rows := ratio_rows(report, ours):
+            title = f"{words} / the better router, within rounds: median (range)"
+            yield Page(title, RATIO_COLUMNS, rows, 0)
     yield Page("What became of the streams", STREAM_COLUMNS, stream_rows(report), 1)
     for title, (columns, prompt_rows) in prompt_tables(report).items():
         yield Page(title, columns, prompt_rows, 1)

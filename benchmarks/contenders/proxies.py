@@ -35,14 +35,17 @@ def direct(stubs: StubPorts, _: int) -> ProxyCommand:
     return ProxyCommand("direct", stubs.http[1], note="no proxy: what client and stub take")
 
 
-def ours(stubs: StubPorts, port: int) -> ProxyCommand:
+def ours(stubs: StubPorts, port: int, processes: int = 1) -> ProxyCommand:
     prefill, decode = (f"http://127.0.0.1:{each}" for each in stubs.link)
     command = (
         *(sys.executable, "-m", "neuron_di", "proxy", f"--port={port}", "--log-level=warning"),
         *(f"--prefill-urls={prefill}", f"--decode-urls={decode}"),
-        *(f"--requests-max={ROOM}", f"--queue-max={ROOM}"),
+        *(f"--requests-max={ROOM}", f"--queue-max={ROOM}", f"--processes={processes}"),
     )
-    return ProxyCommand("neuron-di", port, command, "both legs at once, one link per worker")
+    if processes == 1:
+        return ProxyCommand("neuron-di", port, command, "both legs at once, one link per worker")
+    note = f"the same with --processes={processes}"
+    return ProxyCommand(f"neuron-di x{processes}", port, command, note)
 
 
 def sglang_router(stubs: StubPorts, port: int, python: Path, metrics_port: int) -> ProxyCommand:

@@ -13,7 +13,7 @@ from benchmarks.proxy_plot import plot_proxies
 from benchmarks.proxy_process import RunningProxy, stub_workers
 from benchmarks.proxy_prompts import FIRST_TOKEN, added, growth, growth_findings, prompt_tables
 from benchmarks.proxy_report import Cell, ProxyReport, Sample, row_of, stream_rows
-from benchmarks.proxy_text import findings, verdict, write_report
+from benchmarks.proxy_text import findings, pages_of, verdict, write_report
 
 CELL = Cell(16, 8, 1000)
 STAMP = b"~0000000000000000001~"
@@ -146,6 +146,18 @@ def test_where_ours_falls_short_it_is_said(changes, told):
     made = report(below(**changes), sample("vllm-router"))
     assert len(findings(made)) == 1
     assert told in verdict(made)
+
+
+def test_two_processes_are_judged_beside_one():
+    made = report(
+        below(),
+        replace(below(travel_p50_ms=1.5), proxy="neuron-di x2"),
+        sample("vllm-router"),
+    )
+    words = "two processes, 16 × 8 tokens, prompts of 1,000: travel p50 is 1.50 (1.50–1.50)"
+    assert findings(made) == [f"{words} of the better router's"]
+    titles = [page.title.split(" / ")[0] for page in pages_of(made)][:2]
+    assert titles == ["Ours", "Ours with two processes"]
 
 
 def test_without_a_router_there_is_no_verdict():
