@@ -11,13 +11,15 @@ from typing import Self
 class Hold:
     """Armed while entered. The first process to come is held until `let_go`, or the exit.
 
-    `folder` is the one that the process was started with.
+    `folder` is the one that the process was started with. So many arrivals may pass before.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, *, passing: int = 0) -> None:
         self._fifo = folder / name
         self._go = folder / f"{name}.go"
+        self._num_to_pass = passing
         self._come = asyncio.Event()
+        self.pids: list[int] = []  # of all who came, and were held or passed
 
     @property
     def has_come(self) -> bool:
@@ -42,6 +44,7 @@ class Hold:
     def __enter__(self) -> Self:
         os.mkfifo(self._go)
         self._permit = os.open(self._go, os.O_RDWR | os.O_NONBLOCK)
+        os.write(self._permit, b"." * self._num_to_pass)  # one for each
         os.mkfifo(self._fifo)
         self._arrivals = os.open(self._fifo, os.O_RDWR | os.O_NONBLOCK)
         asyncio.get_running_loop().add_reader(self._arrivals, self._on_arrival)
@@ -57,5 +60,6 @@ class Hold:
 
     def _on_arrival(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            if os.read(self._arrivals, 100):
+            self.pids += [int(line) for line in os.read(self._arrivals, 4096).splitlines()]
+            if len(self.pids) > self._num_to_pass:
                 self._come.set()

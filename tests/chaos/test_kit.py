@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -233,6 +234,20 @@ async def test_a_hold_stops_the_first_and_lets_the_rest_pass(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
     with Hold(tmp_path, "parked") as hold, pytest.raises(TimeoutError):
         await hold.come(0.01)
+
+
+async def test_a_hold_lets_so_many_pass_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(sync_point, "_folder", str(tmp_path))
+    loop = asyncio.get_running_loop()
+    with Hold(tmp_path, "parked", passing=2) as hold:
+        for _ in range(2):
+            reaching = loop.run_in_executor(None, sync_point.reach, "parked")
+            await asyncio.wait_for(reaching, DEADLINE_S)
+        assert not hold.has_come
+        reaching = loop.run_in_executor(None, sync_point.reach, "parked")
+        await hold.come(DEADLINE_S)
+        assert (reaching.done(), hold.pids) == (False, [os.getpid()] * 3)
+    await asyncio.wait_for(reaching, DEADLINE_S)
 
 
 def test_the_report_says_what_is_wrong():

@@ -1,13 +1,12 @@
 """What NIXL alone has: transfers without an end of their own, lanes, settings that cannot work."""
 
-import math
 from collections import Counter
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
-from neuron_di.clock import now_s
+from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import ConfigError, PeerGone, PeerTimeout
 from neuron_di.transfer import nixl_agent, nixl_engine, nixl_reader
 from neuron_di.transfer.nixl_engine import NixlEngine
@@ -17,10 +16,8 @@ from .peer_process import peer_process
 from .test_processes import LARGE, NUM_LARGE, scene_of
 from .transfer_pair import DECODE, LAYOUT, PREFILL, UNTOUCHED, connected_pair, one_end
 
-HASTY = EngineKind(
-    name="nixl over tcp",  # what the peer takes
-    make=lambda pool: NixlEngine(pool, ucx_config="TLS=tcp", timeout_s=0.3),
-)
+OVER_TCP = KINDS["nixl over tcp"]
+HASTE_S = 0.3  # of a read from a peer that stands still; any other has time
 
 
 @pytest.fixture(autouse=True)
@@ -30,20 +27,21 @@ def _installed():
 
 
 def test_a_peer_that_stands_still_costs_its_receives_and_no_later_byte_comes(monkeypatch):
-    monkeypatch.setattr(nixl_reader, "BYTES_PER_S_MIN", math.inf)
     block_ids = range(NUM_LARGE)
-    with scene_of(HASTY, LARGE, NUM_LARGE) as scene:
+    with scene_of(OVER_TCP, LARGE, NUM_LARGE) as scene:
         assert scene.move([0], [0]).error() is None
         scene.received[:] = UNTOUCHED
         receive = scene.receive_of(block_ids, block_ids)
         late = replace(receive, tag=receive.tag + 2)
         scene.peer.stop()
-        stuck, queued = scene.post(receive), scene.post(replace(receive, tag=receive.tag + 1))
-        assert isinstance(stuck.error(), PeerTimeout)
-        assert isinstance(queued.error(), PeerGone)
+        with monkeypatch.context() as hasty:
+            hasty.setattr(nixl_reader, "deadline_of", lambda *_: Deadline.after(HASTE_S))
+            stuck, queued = scene.post(receive), scene.post(replace(receive, tag=receive.tag + 1))
+            assert isinstance(stuck.error(), PeerTimeout)
+            assert isinstance(queued.error(), PeerGone)
         scene.received[:] = UNTOUCHED  # the blocks are another request's now
         scene.peer.go_on()
-        with peer_process(HASTY.name, LARGE, NUM_LARGE) as successor:
+        with peer_process(OVER_TCP.name, LARGE, NUM_LARGE) as successor:
             assert isinstance(scene.post(late).error(), PeerGone)
             assert (scene.received == UNTOUCHED).all()
             scene.engine.connect(PREFILL, successor.region, LARGE)
@@ -57,7 +55,7 @@ def test_what_a_peer_that_stands_still_owes_does_not_outlive_the_connection_by_l
     """However long the read was given for its bytes."""
     monkeypatch.setattr(nixl_reader, "ENDING_S", 0.3)
     block_ids = range(NUM_LARGE)
-    with scene_of(KINDS[HASTY.name], LARGE, NUM_LARGE) as scene:
+    with scene_of(OVER_TCP, LARGE, NUM_LARGE) as scene:
         receive = scene.receive_of(block_ids, block_ids)
         scene.peer.stop()
         outcome = scene.post(receive)

@@ -17,6 +17,7 @@ from .load import Asked
 
 NEW_SHARE_S = 2.0  # from ready until a worker carries its share
 SHARE_MIN = 0.5  # of an equal share: the two seconds begin before a proxy can know
+TURNS_MIN = 2  # of each worker in that time, to tell a share from chance
 CRASHED_S = 1.0  # from its end until a worker gets no new attempt
 FROZEN_S = 3.0
 
@@ -138,7 +139,9 @@ def _share(event: Event, ready_s: float, attempts: Sequence[Attempt], took: str)
     )
     came = "never used" if first is None else f"first used {1000 * (first - ready_s):.0f} ms later"
     measured = f"{took}{came}, {num} of {len(of_role)} attempts in 2 s (equal: {equal:.1f})"
-    if num < max(1, int(SHARE_MIN * equal)):
+    # Where the load itself stood still, on a busy machine, there was little to share.
+    is_judged = len(of_role) >= TURNS_MIN * len({event.worker, *of_role})
+    if first is None or (is_judged and num < max(1, int(SHARE_MIN * equal))):
         return Row(event, measured, f"{event.worker} had no share after {event.kind}: {measured}")
     return Row(event, measured, "")
 

@@ -134,3 +134,11 @@ def test_a_new_worker_has_its_share_within_two_seconds(num_new, is_good):
     assert bool(row.flaw) is not is_good
     role = look_at(Event("role", "d9", "decode", 8.0, 10.0), attempts)
     assert bool(role.flaw) is not is_good
+
+
+@pytest.mark.parametrize(("later", "is_good"), [("d9", True), ("d0", False)])
+def test_a_new_worker_is_used_though_the_load_stood_still_at_first(later, is_good):
+    """One attempt in two seconds tells no share; that it comes to be used has to show."""
+    attempts = [attempt(11.9, "p0", "d0"), attempt(13.0, "p0", later)]
+    row = look_at(Event("join", "d9", "decode", 8.0, 10.0), attempts)
+    assert bool(row.flaw) is not is_good

@@ -78,9 +78,34 @@ class Client:
         return receipt
 
     async def load(self) -> dict[str, dict[str, Any]]:
-        """The status of each worker, by its id."""
-        report = await self.get("/status")
-        return {each["record"]["worker_id"]: each["status"] for each in report["workers"]}
+        """The status of each worker, by its id; None of one that is known to be lost.
+
+        One that was too busy to answer the proxy in time is asked again.
+        """
+
+        async def heard() -> dict[str, dict[str, Any]] | None:
+            workers = (await self.get("/status"))["workers"]
+            is_late = any(
+                each["status"] is None and each["health"] not in ("down", "frozen")
+                for each in workers
+            )
+            load = {each["record"]["worker_id"]: each["status"] for each in workers}
+            return None if is_late else load
+
+        return await eventually(heard)
+
+    async def until_tested(self, num_pairs: int) -> None:
+        """Wait until the proxy has tried out so many pairs, by a request of its own each.
+
+        That takes blocks and steps for a moment, some time after the server is ready.
+        """
+
+        async def tested() -> bool | None:
+            pairs = (await self.get("/status"))["pairs"]
+            return len(pairs) == num_pairs or None
+
+        await eventually(tested)
+        await self.until_idle()
 
     async def until_idle(self) -> dict[str, dict[str, Any]]:
         """Wait until no worker holds a request or a block; returns their status then."""

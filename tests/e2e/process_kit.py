@@ -32,7 +32,9 @@ async def running_fleet(
         log=LogOptions(log_level="warning"),
     )
     async with session_of_many() as session, Fleet(options) as fleet:
-        yield Client(session, fleet.url, fleet.model_name)
+        client = Client(session, fleet.url, fleet.model_name)
+        await client.until_tested(0 if combined else prefill * decode)
+        yield client
 
 
 def session_of_many() -> aiohttp.ClientSession:

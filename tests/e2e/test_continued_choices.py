@@ -1,5 +1,6 @@
 """A worker is killed in mid-stream: every choice goes on, and says what it would have said."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos.hold import Hold
+from openai_kit import DEADLINE_S, eventually
 from process_kit import session_of_many
 
 from neuron_di.config import EngineOptions, LogOptions, ServeOptions
+from neuron_di.obs.sync_point import VARIABLE
 from neuron_di.serve import Fleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-CHUNKS_BEFORE = 2  # of each choice, when the worker is killed: soon, as it does not wait for us
 BODY: dict[str, Any] = {
     "prompt": "def main(",
     "n": 3,
@@ -30,8 +33,11 @@ BODY: dict[str, Any] = {
 }
 
 
-async def stream(fleet: Fleet, kill: bool) -> tuple[dict[int, list[Any]], list[Any]]:
-    """(text, logprobs) of every chunk by choice, and the members that tell of a continuation."""
+async def stream(fleet: Fleet, has_begun: asyncio.Event) -> tuple[dict[int, list[Any]], list[Any]]:
+    """(text, logprobs) of every chunk by choice, and the members that tell of a continuation.
+
+    `has_begun` is set when there is a chunk of each choice.
+    """
     said: dict[int, list[Any]] = defaultdict(list)
     continued = []
     async with (
@@ -49,13 +55,15 @@ async def stream(fleet: Fleet, kill: bool) -> tuple[dict[int, list[Any]], list[A
             (choice,) = chunk["choices"]
             said[choice["index"]].append((choice["text"], choice["logprobs"]))
             continued.append(chunk.get("neuron_di"))
-            if kill and min(len(said[index]) for index in range(BODY["n"])) == CHUNKS_BEFORE:
-                os.kill(fleet.pids()["decode-0"], signal.SIGKILL)
-                kill = False
+            if len(said) == BODY["n"]:
+                has_begun.set()
     return said, [each for each in continued if each is not None]
 
 
-async def test_every_choice_of_an_answer_is_continued(llama: Path) -> None:
+async def test_every_choice_of_an_answer_is_continued(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))  # who is held there cannot be at its end by now
     options = ServeOptions(
         model=str(llama),
         prefill=1,
@@ -65,9 +73,19 @@ async def test_every_choice_of_an_answer_is_continued(llama: Path) -> None:
         log=LogOptions(log_level="error"),
     )
     async with Fleet(options) as fleet:
-        undisturbed, none = await stream(fleet, kill=False)
+        undisturbed, none = await stream(fleet, asyncio.Event())
         # The two decode workers take turns, so at least one of three choices is on each.
-        disturbed, continued = await stream(fleet, kill=True)
+        pid, has_begun = fleet.pids()["decode-0"], asyncio.Event()
+        with Hold(tmp_path, "decoding") as hold:
+            streaming = asyncio.create_task(stream(fleet, has_begun))
+
+            async def has_come() -> bool | None:
+                return pid in hold.pids or None
+
+            await eventually(has_come)
+            await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
+            os.kill(pid, signal.SIGKILL)
+        disturbed, continued = await streaming
     assert none == []
     assert sorted(undisturbed) == [0, 1, 2]
     assert disturbed == undisturbed

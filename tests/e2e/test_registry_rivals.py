@@ -98,9 +98,7 @@ async def test_a_worker_whose_key_was_deleted_announces_itself_again(
     async with worker(llama, "robbed", *there):
         item = await _only_key(scene, b"/robbed/")
         await scene.store.delete(KeyRange(item.key))
-        async with asyncio.timeout(6):  # nine beats
-            while await scene.store.get(item.key) is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        assert (await _only_key(scene, b"/robbed/")).key == item.key
 
 
 async def test_two_real_workers_with_one_name(scene: Scene, llama: Path) -> None:
@@ -191,7 +189,7 @@ async def test_wall_clocks_that_jump_at_every_look(
     """Leases, probes and deadlines go by the monotonic clock, in the proxy and in the worker."""
     (tmp_path / "sitecustomize.py").write_text(JUMPING)
     environ = {"PYTHONPATH": str(tmp_path)}
-    there = (f"--etcd={scene.etcd.addresses[0]}", "--etcd-prefix=/jumping", "--etcd-ttl-s=2")
+    there = (f"--etcd={scene.etcd.addresses[0]}", "--etcd-prefix=/jumping", "--etcd-ttl-s=4")
     names = ("--role=both", "--worker-id=jumpy", "--model-name=m", "--threads=1")
     async with (
         ready("proxy", "--port=0", *there, environ=environ) as url,
@@ -206,12 +204,12 @@ async def test_wall_clocks_that_jump_at_every_look(
 
         await eventually(is_up)
         made = (await _only_key(scene, b"/jumping/")).create_revision
-        for _ in range(20):
+        for _ in range(30):
             answer = await client.ask("hello", max_tokens=8, ignore_eos=True)
             assert answer.usage["completion_tokens"] == 8
             (report,) = (await client.get("/status"))["workers"]
             assert (report["health"], report["vanished_s"]) == ("up", None)
-            await asyncio.sleep(0.2)  # beats of a lease of two seconds come to pass
+            await asyncio.sleep(0.2)  # longer in all than a lease without its beats lasts
         assert (await _only_key(scene, b"/jumping/")).create_revision == made, "no lease was lost"
 
 

@@ -160,15 +160,22 @@ async def _answer_or_none(client: Client) -> Answer | None:
 
 
 async def _check_status(url: str, pids: list[int]) -> None:
-    ended = await run("status", "--url", url, "--json")
-    report = json.loads(ended.stdout)
+    async with session_of_many() as session:
+        await Client(session, url, "").until_tested(1)
+
+    async def answered(*flags: str) -> str | None:
+        """None where a worker was too busy to answer the proxy in time."""
+        ended = await run("status", "--url", url, *flags, environ={"COLUMNS": "200"})
+        return None if "did not answer in time" in ended.stdout else ended.stdout
+
+    report = json.loads(await eventually(lambda: answered("--json")))
     records = {each["record"]["worker_id"]: each["record"] for each in report["workers"]}
     assert [report["proxy"]["pid"], records["prefill-0"]["pid"], records["decode-0"]["pid"]] == pids
     for each in report["workers"]:
         assert each["record"]["state"] == "ready"
         assert each["status"]["num_blocks_free"] == each["status"]["num_blocks"] > 0
 
-    table = (await run("status", "--url", url, environ={"COLUMNS": "200"})).stdout
+    table = await eventually(answered)
     assert re.search(rf"^proxy {url} .*pid {pids[0]}\b.* serving\b", table)
     for role in ("prefill", "decode"):
         shown = rf"^{role}-0\s+{role}\s+ready\s+tiny-llama\s+[0-9a-f]+…\s+0/\d+\s+0%\s+\d+s\s+1$"

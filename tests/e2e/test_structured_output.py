@@ -1,5 +1,6 @@
 """Structured output, whatever happens between its first token and its last."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_kit import Client, Refused, gather
+from chaos.hold import Hold
+from openai_kit import DEADLINE_S, Client, Refused, gather
 from process_kit import session_of_many
 
 from neuron_di.config import EngineOptions, LogOptions, ServeOptions
 from neuron_di.llm import LLM
+from neuron_di.obs.sync_point import VARIABLE
 from neuron_di.serve import Fleet
 from neuron_di.wire import Grammar, SamplingParams
 
@@ -40,7 +43,7 @@ LIST = {
     "minItems": 60,
     "maxItems": 60,
 }
-PIECES_BEFORE = 5  # of an answer, when its decode worker is killed
+STEPS_BEFORE = 20  # of an answer's decode worker, when it is killed
 
 
 def asking_for(schema: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +119,7 @@ async def test_what_a_schema_asks_in_vain_is_refused_by_name(llama_1p1d: Client)
     assert "canary" not in str(caught.value)
 
 
-async def stream(fleet: Fleet, kill: bool) -> tuple[str, str, list[Any]]:
+async def stream(fleet: Fleet) -> tuple[str, str, list[Any]]:
     """(text, finish reason, the members that tell of a continuation) of one long answer."""
     body = {
         "model": fleet.model_name,
@@ -128,7 +131,6 @@ async def stream(fleet: Fleet, kill: bool) -> tuple[str, str, list[Any]]:
         "response_format": asking_for(LIST),
     }
     text, finish, continued = "", "", []
-    num_pieces = 0
     async with (
         session_of_many() as session,
         session.post(f"{fleet.url}/v1/completions", json=body) as answer,
@@ -143,13 +145,13 @@ async def stream(fleet: Fleet, kill: bool) -> tuple[str, str, list[Any]]:
             text += choice["text"]
             finish = choice["finish_reason"] or finish
             continued.append(chunk.get("neuron_di"))
-            num_pieces += 1
-            if kill and num_pieces == PIECES_BEFORE:
-                os.kill(fleet.pids()["decode-0"], signal.SIGKILL)
     return text, finish, [each for each in continued if each is not None]
 
 
-async def test_an_answer_whose_worker_is_killed_goes_on_in_its_schema(llama: Path) -> None:
+async def test_an_answer_whose_worker_is_killed_goes_on_in_its_schema(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))  # who is held there cannot be at its end by now
     options = ServeOptions(
         model=str(llama),
         prefill=1,
@@ -159,8 +161,12 @@ async def test_an_answer_whose_worker_is_killed_goes_on_in_its_schema(llama: Pat
         log=LogOptions(log_level="error"),
     )
     async with Fleet(options) as fleet:
-        undisturbed, finish, none = await stream(fleet, kill=False)
-        disturbed, finish_disturbed, continued = await stream(fleet, kill=True)
+        undisturbed, finish, none = await stream(fleet)
+        with Hold(tmp_path, "decoding", passing=STEPS_BEFORE) as hold:
+            streaming = asyncio.create_task(stream(fleet))
+            await hold.come(DEADLINE_S)
+            os.kill(fleet.pids()["decode-0"], signal.SIGKILL)
+        disturbed, finish_disturbed, continued = await streaming
     answer = json.loads(undisturbed)
     assert len(answer) == 60
     assert all(isinstance(item, str) and len(item) <= 12 for item in answer)

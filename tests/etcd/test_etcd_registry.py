@@ -47,10 +47,10 @@ async def put_until_it_works(registry, key, value, lease):
 
 async def test_keys_live_as_long_as_their_lease(registry, client):
     async with Watching(registry) as seen:
-        lease = await registry.grant(2)
+        lease = await registry.grant(30)
         await registry.put(KEY, b"one", lease)
         await seen.until(lambda: seen.view == {KEY: b"one"})
-        assert await registry.keep_alive(lease) == 2
+        assert await registry.keep_alive(lease) == 30
         assert (await client.get(b"/neuron-di" + KEY.encode())).value == b"one"
         await registry.put(KEY, b"two", lease)
         await registry.revoke(lease)
@@ -244,11 +244,11 @@ async def test_sixteen_at_once(etcd, registry, client):
     async def live(number):
         key = f"/workers/prefill/127.0.0.1/{number}"
         for _ in range(10):
-            lease = await registry.grant(5)
+            lease = await registry.grant(60)
             await registry.put(key, b"x", lease)
-            assert await registry.keep_alive(lease) == 5
+            assert await registry.keep_alive(lease) == 60
             await registry.revoke(lease)
-        await registry.put(key, b"stays", await registry.grant(5))
+        await registry.put(key, b"stays", await registry.grant(60))
 
     async with Watching(registry) as seen:
         await asyncio.gather(*map(live, range(16)))

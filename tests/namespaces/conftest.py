@@ -6,4 +6,4 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-pytest.register_assert_rewrite("hosts_kit", "openai_kit", "process_kit")
+pytest.register_assert_rewrite("asking_kit", "hosts_kit", "openai_kit", "process_kit")

@@ -11,7 +11,6 @@ by shared memory within `front`.
 """
 
 import asyncio
-import itertools
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from asking_kit import PARAMS, PROMPT, ask_until, asking, true_if
 from etcd.etcd_kit import require_etcd
 from hosts_kit import PROCESSES_APART, Host, network, require_namespaces
 from openai_kit import Answer, Client, Refused, eventually
@@ -30,7 +30,6 @@ from neuron_di.testing import write_random_checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "certificates"
 TTL_S = 2
-PROMPT, PARAMS = "def main(", {"max_tokens": 24, "ignore_eos": True}
 LARGE = "Once upon a time there was a fox. " * 24  # KV that a slow network takes a while for
 SLOW_BITS_PER_S = 1_000_000
 LONG = {"max_tokens": 400, "ignore_eos": True}
@@ -69,6 +68,15 @@ class Cluster:
             return True if wanted.items() <= worker.items() else None
 
         await eventually(is_so)
+
+    async def with_lane(self, worker_id: str) -> dict:
+        """The same, once it has tried out a lane, which it does in its own time."""
+
+        async def look() -> dict | None:
+            worker = await self.worker(worker_id)
+            return worker if (worker.get("status") or {}).get("lanes") else None
+
+        return await eventually(look)
 
     async def served_by(self, worker_id: str) -> Answer:
         """Ask until this decode worker served one. Every request must be answered."""
@@ -219,30 +227,31 @@ async def test_a_request_is_served_across_hosts(cluster: Cluster) -> None:
     assert receipt["link"] == "tcp"
     assert receipt["prefill"]["worker_id"] == "prefill-0"
     assert cluster.client.url == "http://10.77.0.2:8000"
-    decode = await cluster.worker("decode-0")
+    decode = await cluster.with_lane("decode-0")
     assert decode["record"]["host"] == "10.77.0.3"
     assert decode["status"]["num_fallbacks"] == 0
     (lane,) = decode["status"]["lanes"]
     assert (lane["peer"], lane["engine"]) == ("prefill-0", "tcp")
     assert lane["reason"].startswith("shm: the peer is on another machine")
-
-    async def lanes_beside_prefill() -> list[dict] | None:  # tried out in their own time
-        return (await cluster.worker("decode-1"))["status"]["lanes"] or None
-
-    (near,) = await eventually(lanes_beside_prefill)
+    beside = await cluster.with_lane("decode-1")
+    (near,) = beside["status"]["lanes"]
     assert (near["engine"], near["reason"]) == ("shm", "shm: chosen")
     prefill = (await cluster.worker("prefill-0"))["record"]
     shm, tcp = prefill["transfer"]
-    assert shm in (await cluster.worker("decode-1"))["record"]["transfer"]
+    assert shm in beside["record"]["transfer"]
     assert shm not in decode["record"]["transfer"]
     assert tcp in decode["record"]["transfer"]
     assert prefill["signal_host"] == "10.77.0.2"
     assert len(prefill["signal_key"]) == 40, "what they say to each other is encrypted"
-    assert [key.rpartition("/")[0] for key in cluster.listed()] == [
+    listed = [
         "/neuron-di/workers/decode/10.77.0.2",
         "/neuron-di/workers/decode/10.77.0.3",
         "/neuron-di/workers/prefill/10.77.0.2",
     ]
+    # Who was late with a beat of two seconds is listed again.
+    await eventually(
+        lambda: true_if([key.rpartition("/")[0] for key in cluster.listed()] == listed)
+    )
 
 
 async def test_a_host_that_loses_etcd_goes_on_serving_and_is_listed_again(
@@ -253,13 +262,13 @@ async def test_a_host_that_loses_etcd_goes_on_serving_and_is_listed_again(
     async with asking(cluster.client, wanted) as load:
         cluster.hosts["back"].pull("control")
         try:
-            await eventually(lambda: _true_if(not _has(cluster.listed(), "10.77.0.3")))
+            await eventually(lambda: true_if(not _has(cluster.listed(), "10.77.0.3")))
             await load.more(8)
             await cluster.served_by("decode-0")
-            assert (await cluster.worker("decode-0"))["vanished_s"] > 0
+            await eventually(lambda: _is_missed(cluster, "decode-0"))
         finally:
             cluster.hosts["back"].plug("control")
-        await eventually(lambda: _true_if(_has(cluster.listed(), "10.77.0.3")))
+        await eventually(lambda: true_if(_has(cluster.listed(), "10.77.0.3")))
         await cluster.until("decode-0", vanished_s=None, health="up")
         await load.more(8)
     await cluster.client.until_idle()
@@ -268,23 +277,24 @@ async def test_a_host_that_loses_etcd_goes_on_serving_and_is_listed_again(
 async def test_what_ran_on_a_host_that_is_cut_off_goes_on_elsewhere(cluster: Cluster) -> None:
     """etcd still lists it: that is not what counts."""
     wanted = await cluster.client.ask(PROMPT, **LONG)
-    asked = [asyncio.create_task(cluster.client.ask(PROMPT, **LONG)) for _ in range(8)]
+    is_cut = asyncio.Event()
+    asked = [asyncio.create_task(ask_until(cluster.client, is_cut, **LONG)) for _ in range(8)]
 
     async def runs_there() -> bool | None:
         worker = await cluster.worker("decode-0")
-        return True if worker["num_open"] and worker["status"]["num_running"] else None
+        status = worker.get("status") or {}  # which it may be too busy to give
+        return True if worker["num_open"] and status.get("num_running") else None
 
     await eventually(runs_there)
-    cluster.hosts["back"].pull("data")
+    await asyncio.to_thread(cluster.hosts["back"].pull, "data")
+    is_cut.set()
     try:
-        answers = await asyncio.gather(*asked)
+        answers = [answer for each in asked for answer in await each]
         assert [answer.text for answer in answers] == [wanted.text] * len(answers)
         receipts = [await cluster.client.receipt(answer.answer_id) for answer in answers]
-        assert {each["decode"]["worker_id"] for each in receipts} == {"decode-1"} or any(
-            len(each["attempts"]) > 1 for each in receipts
-        )
+        assert any(len(each["attempts"]) > 1 for each in receipts)
         await eventually(lambda: _is_lost(cluster, "decode-0"))
-        assert _has(cluster.listed(), "10.77.0.3")
+        await eventually(lambda: true_if(_has(cluster.listed(), "10.77.0.3")))
         for _ in range(4):
             assert (await cluster.client.ask(PROMPT, **PARAMS)).finish_reason == "length"
     finally:
@@ -342,53 +352,16 @@ async def test_a_proxy_on_a_further_host_joins(cluster: Cluster) -> None:
     assert known == {"prefill-0", "decode-0", "decode-1"}
 
 
-class Asking:
-    """Requests that follow each other. Each must be answered, and as wanted."""
-
-    def __init__(self, client: Client, wanted: str) -> None:
-        self._client = client
-        self._wanted = wanted
-        self._is_over = False
-        self.num_right = 0
-
-    async def run(self) -> None:
-        for number in itertools.count():
-            if self._is_over:
-                return
-            answer = await self._client.ask(PROMPT, stream=number % 2 == 0, **PARAMS)
-            assert answer.text == self._wanted
-            self.num_right += 1
-
-    async def more(self, num: int) -> None:
-        wanted = self.num_right + num
-        await eventually(lambda: _true_if(self.num_right >= wanted))
-
-    def end(self) -> None:
-        self._is_over = True
-
-
-@asynccontextmanager
-async def asking(client: Client, wanted: str) -> AsyncIterator[Asking]:
-    """Four clients at once. What fails one of them fails the block."""
-    load = Asking(client, wanted)
-    async with asyncio.TaskGroup() as group:
-        for _ in range(4):
-            group.create_task(load.run())
-        try:
-            yield load
-        finally:
-            load.end()
-
-
 async def _receives(cluster: Cluster, worker_id: str) -> bool | None:
-    status = (await cluster.worker(worker_id))["status"]
+    status = (await cluster.worker(worker_id)).get("status")
     if status is None:  # nobody has heard of it for a moment
         return None
     return True if status["num_blocks_receiving"] and status["num_transferring"] else None
 
 
-async def _true_if(holds: bool) -> bool | None:
-    return True if holds else None
+async def _is_missed(cluster: Cluster, worker_id: str) -> bool | None:
+    """Whether its key is gone, as far as the proxy has heard."""
+    return True if (await cluster.worker(worker_id))["vanished_s"] else None
 
 
 async def _is_lost(cluster: Cluster, worker_id: str) -> bool | None:
