@@ -21,13 +21,14 @@ from benchmarks.contenders.transfer_segment import Settings
 from benchmarks.provenance import command_line, commit_description, machine_description
 from benchmarks.transfer_plot import plot_transfers
 from benchmarks.transfer_report import (
+    TCP,
     Cell,
     TransferReport,
     print_report,
     shortfalls,
     write_report,
 )
-from benchmarks.transfer_ways import CReference, Ours, Sample, Way, peer_ways
+from benchmarks.transfer_ways import CReference, Ours, Sample, Way, peer_ways, running_on
 from neuron_di.errors import ConfigError, KvCorrupt
 from neuron_di.kv import ArenaPool
 from neuron_di.transfer_bench.block_bytes import clear, digest
@@ -96,7 +97,7 @@ class Bench:
 
     def __init__(self, end: MeasuringEnd, ours: list[Ours], others: list[Way]) -> None:
         self._end = end
-        self._ours = ours
+        self.ours = ours
         self._others = others
 
     def measure(
@@ -109,7 +110,7 @@ class Bench:
     ) -> None:
         for name in names:
             num_blocks, _, is_contiguous = blocks_of(name)
-            ways = [*self._ours, *self._others]
+            ways = [*self.ours, *self._others]
             for way in ways:
                 tell(f"{name}: {way.name}, verified")
                 self._verify(way, num_blocks, is_contiguous)
@@ -120,7 +121,7 @@ class Bench:
                     report.cells.append(cell)
             for way in ways:
                 self._verify(way, num_blocks, is_contiguous)
-        for way in [*self._ours, *self._others]:
+        for way in [*self.ours, *self._others]:
             report.set_ups.setdefault(way.name, []).append(way.set_up)
             if way.version and way.version not in report.others:
                 report.others.append(way.version)
@@ -179,11 +180,7 @@ class Bench:
 def opened(block_bytes: int, options: argparse.Namespace, console: Console) -> Iterator[Bench]:
     """Two pools of at least `--pool-mib` each, and every way that is there."""
     with ExitStack() as stack:
-        link = stack.enter_context(local_serving_end())
-        end = MeasuringEnd(link, has_arena=True)
-        stack.callback(end.close)
-        shape = Shape(1, block_bytes)
-        end.open_pools(shape, options.pool_mib << 20)
+        ends = [end := _measuring_end(block_bytes, options, stack)]
         pool = end.pool
         assert isinstance(pool, ArenaPool), "the pools are not in one memory"
         ours: list[Ours] = []
@@ -192,6 +189,12 @@ def opened(block_bytes: int, options: argparse.Namespace, console: Console) -> I
                 ours.append(Ours(end, number, engine))
             except ConfigError as error:
                 console.print(f"[dim]without {engine}: {error.message}[/dim]")
+        cores = sorted(os.sched_getaffinity(0))
+        two = (cores[0], cores[1]) if len(cores) > 1 else None
+        if TCP in options.engines and two is not None:
+            with running_on({two[1]}):
+                ends.append(_measuring_end(block_bytes, options, stack))
+            ours.append(Ours(ends[1], 0, TCP, cpus=two))
         segment = Settings(
             role="",
             path=f"/proc/{pool.region().pid}/fd/{pool.region().fd}",
@@ -202,11 +205,20 @@ def opened(block_bytes: int, options: argparse.Namespace, console: Console) -> I
         )
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-transfer-")))
         others: list[Way] = [CReference(segment, folder, stack)]
-        if len(cpus := sorted(os.sched_getaffinity(0))) > 1:
-            others.append(CReference(segment, folder, stack, cpus=(cpus[0], cpus[1])))
+        if two is not None:
+            others.append(CReference(segment, folder, stack, cpus=two))
         others += peer_ways(options.nixl_python, options.mooncake_python, segment, stack)
         yield Bench(end, ours, others)
-        end.close_pools()
+        for each in ends:
+            each.close_pools()
+
+
+def _measuring_end(block_bytes: int, options: argparse.Namespace, stack: ExitStack) -> MeasuringEnd:
+    """With a process of its own at the other end, and a pool of at least `--pool-mib` at each."""
+    end = MeasuringEnd(stack.enter_context(local_serving_end()), has_arena=True)
+    stack.callback(end.close)
+    end.open_pools(Shape(1, block_bytes), options.pool_mib << 20)
+    return end
 
 
 def make_parser() -> argparse.ArgumentParser:

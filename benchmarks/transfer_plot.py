@@ -5,12 +5,21 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.transfer_report import C_TCP, C_TWO_CORES, HANDOVER, SHM, TCP, TransferReport
+from benchmarks.transfer_report import (
+    C_TCP,
+    C_TWO_CORES,
+    HANDOVER,
+    SHM,
+    TCP,
+    TCP_TWO_CORES,
+    TransferReport,
+)
 
 # Okabe and Ito's colours, distinct for colour-blind readers, and a mark of its own for each.
 _LOOKS = {
     SHM: ("#0072B2", "o"),
     TCP: ("#0072B2", "^"),
+    TCP_TWO_CORES: ("#56B4E9", "^"),
     C_TCP: ("#000000", "|"),
     C_TWO_CORES: ("#000000", "2"),
     "NIXL shm": ("#D55E00", "s"),
@@ -19,9 +28,9 @@ _LOOKS = {
 }
 _PANELS = (
     ("one host, shared memory", (SHM, "NIXL shm")),
-    ("TCP over loopback", (TCP, C_TCP, C_TWO_CORES, "NIXL tcp", "Mooncake tcp")),
+    ("TCP over loopback", (TCP, TCP_TWO_CORES, C_TCP, C_TWO_CORES, "NIXL tcp", "Mooncake tcp")),
 )
-_STEP = 0.17  # between the ways of one row
+_STEP = 0.14  # between the ways of one row
 
 
 def plot_transfers(report: TransferReport, path: Path) -> None:

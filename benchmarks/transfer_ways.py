@@ -1,9 +1,11 @@
 """Every way to move blocks that the transfer benchmark compares: ours, a C program's, others'."""
 
 import json
+import os
 import shutil
 import subprocess
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -46,23 +48,40 @@ class Way(Protocol):
     def move(self, choice: Choice) -> Sample: ...
 
 
+@contextmanager
+def running_on(cpus: set[int]) -> Iterator[None]:
+    """Keep this thread, and the threads and processes that it starts meanwhile, on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 class Ours:
     """A transfer engine of ours, as a lane of the measuring end. It chooses its blocks itself."""
 
     version = ""
 
-    def __init__(self, end: MeasuringEnd, number: int, engine: str) -> None:
-        self.name = engine
+    def __init__(
+        self, end: MeasuringEnd, number: int, engine: str, *, cpus: tuple[int, int] | None = None
+    ) -> None:
+        """With `cpus`, the measuring end is kept on the first, and the other runs on the second."""
+        self.name = engine if cpus is None else f"{engine} on two cores"
+        self._cpus = os.sched_getaffinity(0) if cpus is None else {cpus[0]}
         self._end = end
         self._number = number
-        found = end.connect(number, engine)
-        first = end.move(number, 1, verify=False)
-        if first.kv_bytes == 0:
-            end.move(number, 1, verify=False)  # and back
+        with running_on(self._cpus):
+            found = end.connect(number, engine)
+            first = end.move(number, 1, verify=False)
+            if first.kv_bytes == 0:
+                end.move(number, 1, verify=False)  # and back
         self.set_up = SetUp(open_s=found.open_s, pair_s=found.connect_s + first.transfer_s)
 
     def move_anywhere(self, count: int, *, is_contiguous: bool, verify: bool = False) -> Sample:
-        moved = self._end.move(self._number, count, verify=verify, is_contiguous=is_contiguous)
+        with running_on(self._cpus):
+            moved = self._end.move(self._number, count, verify=verify, is_contiguous=is_contiguous)
         return Sample(moved.transfer_s, moved.plan_s, moved.post_s, moved.cpu_s)
 
 
@@ -70,8 +89,8 @@ class CReference:
     """The program of transfer_reference.c, compiled into `folder`.
 
     With `cpus`, the sink runs on the one and the source on the other. Where they may run anywhere,
-    Linux may wake one on the core that the other has just left, which takes a third of the time
-    and is what two hosts never have.
+    Linux may wake one on the core that the other has just left, which takes a small transfer a
+    third of the time, a large one half as long again, and is what two hosts never have.
     """
 
     version = ""

@@ -20,8 +20,8 @@
 enum {
     IOVECS_MAX = 1024,         /* the kernel's bound: IOV_MAX */
     CALL_BYTES_MAX = 64 << 20, /* so that the deadline is looked at */
-    /* A reader is woken when this much is there, not by each packet: half of what is to come, so
-     * that it copies while the other half is sent. */
+    /* A reader is woken when this much is there, not by each packet: a quarter of what is to come,
+     * so that it copies while the rest is sent. */
     WAKE_BYTES_MIN = 64 << 10,
     WAKE_BYTES_MAX = 512 << 10,
 };
@@ -124,8 +124,8 @@ int64_t send_runs(int fd, const char *header, int64_t header_bytes, char *base,
  * the transfer that would be never. */
 static void wake_at(int fd, int *current, int64_t left)
 {
-    int64_t half = left / 2 < WAKE_BYTES_MAX ? left / 2 : WAKE_BYTES_MAX;
-    int wanted = half < WAKE_BYTES_MIN ? 1 : (int)half;
+    int64_t quarter = left / 4 < WAKE_BYTES_MAX ? left / 4 : WAKE_BYTES_MAX;
+    int wanted = quarter < WAKE_BYTES_MIN ? 1 : (int)quarter;
     if (wanted != *current)
         setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
     *current = wanted;

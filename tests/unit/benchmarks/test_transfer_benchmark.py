@@ -2,14 +2,18 @@ import os
 import shutil
 from contextlib import ExitStack
 
+import psutil
 import pytest
+from rich.console import Console
 
 from benchmarks.contenders.transfer_segment import Settings, pieces_of
-from benchmarks.transfer import CONTIGUOUS, PAGED, blocks_of, by_block_bytes, make_parser
+from benchmarks.transfer import CONTIGUOUS, PAGED, blocks_of, by_block_bytes, make_parser, opened
 from benchmarks.transfer_plot import plot_transfers
 from benchmarks.transfer_report import (
     C_TCP,
+    C_TWO_CORES,
     TABLES,
+    TCP_TWO_CORES,
     Cell,
     TransferReport,
     cost_table,
@@ -27,8 +31,10 @@ from neuron_di.transfer_bench.places import Choice
 SPEEDS = {
     "shm": 0.9,
     "tcp": 0.5,
+    TCP_TWO_CORES: 0.63,
     "handover": 5.0,
     C_TCP: 0.55,
+    C_TWO_CORES: 0.7,
     "NIXL shm READ": 0.6,
     "NIXL shm WRITE": 0.7,
     "NIXL tcp READ": 0.2,
@@ -97,6 +103,7 @@ def test_ours_is_compared_with_the_better_of_anothers_ways(report):
     assert row["shm / Mooncake tcp"] == "9.00 (9.00–9.00)"
     assert row["tcp / NIXL tcp"] == "1.25 (1.25–1.25)"
     assert row["tcp / C over TCP"] == "0.91 (0.91–0.91)"
+    assert row["tcp on two cores / C on two cores"] == "0.90 (0.90–0.90)"
     assert report.best("NIXL tcp", "64KiB") == "NIXL tcp WRITE"
     assert report.best("nobody", "64KiB") is None
 
@@ -132,7 +139,11 @@ def test_nothing_falls_short_where_all_is_as_promised(report):
     ("shape", "way", "speed", "words"),
     [
         ("4096x16KiB", "shm", 0.84, "4096x16KiB: shm has 0.84 of memcpy's speed, promised 0.85"),
-        ("64KiB", "tcp", 0.44, "64KiB: tcp has 0.80 of the C program's speed, promised 0.85"),
+        ("64KiB", "tcp", 0.44, "64KiB: tcp has 0.80 of the speed of C over TCP, promised 0.85"),
+        (
+            *("64KiB", TCP_TWO_CORES, 0.56),
+            "64KiB: tcp on two cores has 0.80 of the speed of C on two cores, promised 0.85",
+        ),
         ("64KiB", "shm", 0.63, "64KiB: shm has 0.90 of the speed of NIXL shm WRITE"),
     ],
 )
@@ -181,3 +192,26 @@ def test_the_c_program_moves_the_blocks_that_it_is_told(tmp_path, is_kept):
     assert blocks == [bytes([expected.get(index, index)]) * size for index in range(num_blocks)]
     assert 0 < found.wall_s < 10
     assert way.set_up.pair_s > 0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_each_end_of_ours_is_kept_on_a_core_of_its_own():
+    options = make_parser().parse_args(["--engines", "tcp", "--pool-mib", "4"])
+    cores = sorted(os.sched_getaffinity(0))
+    before, threads = set(psutil.Process().children()), _threads()
+    with opened(4096, options, Console(quiet=True)) as bench:
+        assert [way.name for way in bench.ours] == ["tcp", TCP_TWO_CORES]
+        moved = bench.ours[1].move_anywhere(5, is_contiguous=False, verify=True)
+        added = _threads() - threads
+        kept = [thread for thread in added if os.sched_getaffinity(thread) == {cores[0]}]
+        ends = [end for end in psutil.Process().children() if "--serve" in end.cmdline()]
+        of_ends = [os.sched_getaffinity(end.pid) for end in ends]
+    assert moved.wall_s > 0
+    assert 0 < len(kept) < len(added)  # those of the other pair run anywhere
+    assert of_ends == [set(cores), {cores[1]}]
+    assert os.sched_getaffinity(0) == set(cores)
+    assert set(psutil.Process().children()) == before
+
+
+def _threads():
+    return {int(name) for name in os.listdir("/proc/self/task")}
