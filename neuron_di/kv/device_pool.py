@@ -197,9 +197,6 @@ class DevicePool(DeviceLoss, KvPool):
         """
         return self._to_mirror(block_ids, num_tokens, num_readers=1)
 
-    def bring(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
-        self._to_mirror(block_ids, num_tokens, num_readers=0)
-
     def drop_mirror(self, block_ids: Iterable[BlockId]) -> None:
         """Whoever was told by `to_host` that these were brought reads them no more: the pages of
         those that nobody else reads go."""
@@ -273,11 +270,13 @@ class DevicePool(DeviceLoss, KvPool):
                 blocks, len(ids), identity, self.layout, num_tokens, first_place=first_place
             )
 
-    def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
+    def begin_fill(self, block_ids: Sequence[BlockId], *, num_kept: int = 0) -> None:
+        brought = self.to_host(block_ids, num_kept) if num_kept else []
         with self._lock:  # what came late for a request that was cancelled may have marked them
             self._on_device.difference_update(block_ids)
             for block_id in block_ids:
                 self._in_mirror.setdefault(block_id, 0)
+        self.drop_mirror(brought)  # which leaves them there: they are being filled
 
     def end_fill(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
         """Take to the device what is not there yet. Blocks until it is there."""

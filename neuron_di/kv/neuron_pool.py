@@ -128,12 +128,10 @@ class NeuronPool(DeviceLoss, KvPool):
                 )
         return found
 
-    def bring(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
-        for block_id, num_used in self.used(block_ids, num_tokens):
+    def begin_fill(self, block_ids: Sequence[BlockId], *, num_kept: int = 0) -> None:
+        for block_id, num_used in self.used(block_ids, num_kept) if num_kept else ():
             if self.is_on_device(block_id):
                 self.to_host(block_id, num_used)
-
-    def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
         with self._lock:  # what came late for a request that was cancelled may have marked them
             self._on_device.difference_update(block_ids)
             for block_id in block_ids:

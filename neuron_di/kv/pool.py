@@ -163,12 +163,10 @@ class KvPool:
             self.memory(), block_ids, identity, self.layout, num_tokens, first_place=first_place
         )
 
-    def bring(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
-        """Whoever reads these blocks in `memory` next finds their KV there, so many tokens. May
+    def begin_fill(self, block_ids: Sequence[BlockId], *, num_kept: int = 0) -> None:
+        """A transfer into these blocks begins. What they hold now is nobody's, but for the KV of
+        their first `num_kept` tokens, which is in `memory` from now on. With such tokens it may
         block. WorkerFailed where it cannot be done."""
-
-    def begin_fill(self, block_ids: Sequence[BlockId]) -> None:
-        """A transfer into these blocks begins: what they hold now is nobody's."""
 
     def end_fill(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
         """They hold what was promised, so many tokens. On the transfer's thread, so that no step

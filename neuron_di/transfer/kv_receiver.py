@@ -191,8 +191,7 @@ class KvReceiver:
             num_whole, num_more = divmod(num_tokens, self._local.layout.block_size)
             if num_more:  # they stay, in a block of which the rest has come
                 begun = entry.block_ids[num_whole : num_whole + 1]
-                self._pool.bring(begun, num_more)
-                self._pool.begin_fill(begun)
+                self._pool.begin_fill(begun, num_kept=num_more)
             resharding(self.layout, self._local.layout).place(
                 room.memory,
                 self._memory,

@@ -183,6 +183,26 @@ def test_what_is_being_filled_stays_whoever_drops_it(pool):
     assert taken_bytes(pool) == 0
 
 
+def test_what_a_begun_block_holds_stays_while_it_is_filled_further(pool, monkeypatch):
+    device_of(pool)[:] = kv = numbers(7)
+    pool.mark_on_device(IDS)
+    begun, others, to_host = IDS[:1], pool.to_host(IDS[:1]), pool.to_host
+
+    def to_host_while_another_send_ends(block_ids, num_tokens):
+        brought = to_host(block_ids, num_tokens)
+        pool.drop_mirror(others)
+        return brought
+
+    monkeypatch.setattr(pool, "to_host", to_host_while_another_send_ends)
+    pool.begin_fill(begun, num_kept=1)
+    assert not pool.is_on_device(begun[0])
+    assert (mirror_of(pool)[begun] == kv[begun]).all()
+    device_of(pool)[begun] = 0
+    pool.end_fill(begun, 2)
+    assert (device_of(pool)[begun] == kv[begun]).all()
+    assert taken_bytes(pool) == 0
+
+
 def test_a_mirror_that_is_read_without_asking_is_kept(pool):
     device_of(pool)[:] = kv = numbers(5)
     pool.keeps_mirror = True

@@ -5,7 +5,7 @@ async def test_a_pool_is_told_of_blocks_before_they_are_filled(cluster, monkeypa
     prefill, decode = cluster.prefill(), cluster.decode()
     told = []
 
-    def begin_fill(block_ids):
+    def begin_fill(block_ids, *, num_kept=0):
         assert decode.pool.generations([7, 2]) == before
         assert bytes(decode.pool.view(7)) == old
         told.append(list(block_ids))
