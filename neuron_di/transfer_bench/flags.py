@@ -8,11 +8,13 @@ READY_WORDS = "bench-transfer listens on"
 AUTO = "auto"
 ENGINES = (AUTO, "handover", "cuda_ipc", "shm", "nixl", "tcp")
 
-_OF_TCP = (  # by the names that workers have for them
-    ("streams", "N", "connections that large transfers are spread over (default: 2)"),
-    ("tls-cert", "FILE", "certificate chain for TLS, shown by both ends"),
-    ("tls-key", "FILE", "its private key"),
-    ("tls-ca", "FILE", "certificates that sign those of the other end"),
+NIXL_BACKENDS = ("UCX", "LIBFABRIC")
+OF_WORKERS = (  # by the names that workers have for them
+    ("transfer-streams", "N", "tcp: connections that large transfers are spread over (default: 2)"),
+    ("transfer-tls-cert", "FILE", "tcp: certificate chain for TLS, shown by both ends"),
+    ("transfer-tls-key", "FILE", "tcp: its private key"),
+    ("transfer-tls-ca", "FILE", "tcp: certificates that sign those of the other end"),
+    ("nixl-backend", None, "nixl: what moves KV beneath it, such as LIBFABRIC for EFA on AWS"),
 )
 _EPILOG = (
     "On one host: --engine and --shape. Between two: --serve at one end, which prints a key for "
@@ -36,10 +38,13 @@ def add_bench_transfer_flags(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
     more.add_argument("--key-file", metavar="FILE", help="holds the key, at either end")
     more.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
-    tcp = parser.add_argument_group("tcp, as for workers; at either end")
-    for name, metavar, words in _OF_TCP:
+    as_workers = parser.add_argument_group("as for workers, at either end")
+    for name, metavar, words in OF_WORKERS:
         kind = int if metavar == "N" else str
-        tcp.add_argument(f"--transfer-{name}", type=kind, metavar=metavar, help=words)
+        choices = None if metavar else NIXL_BACKENDS
+        as_workers.add_argument(
+            f"--{name}", type=kind, metavar=metavar, choices=choices, help=words
+        )
     what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--engine",

@@ -10,12 +10,11 @@ from select import select
 from neuron_di.config import TransferOptions, child_environment
 from neuron_di.errors import PeerGone, PeerTimeout
 from neuron_di.transfer_bench.control_link import ControlLink, make_key
-from neuron_di.transfer_bench.flags import KEY_VARIABLE, READY_WORDS
+from neuron_di.transfer_bench.flags import KEY_VARIABLE, OF_WORKERS, READY_WORDS
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 HOST = "127.0.0.1"
-_OF_TCP = ("transfer-streams", "transfer-tls-cert", "transfer-tls-key", "transfer-tls-ca")
 
 
 @contextmanager
@@ -25,8 +24,8 @@ def local_serving_end(
     """Start `bench-transfer --serve` on a free port, and link to it. It ends with the block."""
     key = make_key()
     words = ["--serve", "--host", HOST, "--port", "0", f"--parent-pid={os.getpid()}"]
-    of_tcp = {name: getattr(options, name.replace("-", "_")) for name in _OF_TCP}
-    words += [f"--{name}={value}" for name, value in of_tcp.items() if value is not None]
+    of_workers = {name: getattr(options, name.replace("-", "_")) for name, *_ in OF_WORKERS}
+    words += [f"--{name}={value}" for name, value in of_workers.items() if value is not None]
     process = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "neuron_di", "bench-transfer", *words],
         env=child_environment() | {KEY_VARIABLE: key},  # which only its user can read

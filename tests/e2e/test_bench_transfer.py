@@ -94,6 +94,15 @@ async def test_a_failure_has_its_row_even_where_nothing_was_measured() -> None:
     assert "cuda_ipc does not work with 64KiB: " in ended.stderr
 
 
+async def test_both_ends_are_told_what_moves_kv_beneath_nixl() -> None:
+    """Where there is no libfabric, NIXL says so; it would not with UCX."""
+    flags = ("--engine", "nixl", "--shape", "64KiB", "--pool-mib", "4", "--repeats", "1")
+    ended = await run("bench-transfer", *flags, "--nixl-backend", "LIBFABRIC")
+    assert ended.code == 0 or "LIBFABRIC" in ended.stderr
+    with_ucx = await run("bench-transfer", *flags, "--nixl-backend", "UCX")
+    assert with_ucx.code == 0, with_ucx.stderr
+
+
 async def test_without_json_there_is_a_table() -> None:
     ended = await run(
         "bench-transfer", "--engine", "shm", "--shape", "64KiB", "--pool-mib", "4", "--repeats", "1"

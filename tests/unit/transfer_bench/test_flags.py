@@ -1,4 +1,5 @@
 import argparse
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -6,7 +7,7 @@ from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError
 from neuron_di.transfer_bench import add_bench_transfer_flags, run_bench_transfer
 from neuron_di.transfer_bench.command import _options_of
-from neuron_di.transfer_bench.flags import AUTO, ENGINES, KEY_VARIABLE
+from neuron_di.transfer_bench.flags import AUTO, ENGINES, KEY_VARIABLE, NIXL_BACKENDS
 from neuron_di.transfer_bench.resources import require_room
 
 
@@ -25,15 +26,24 @@ def test_the_flags_know_the_engines_that_a_worker_knows():
     assert all(name in refused.value.message for name in ENGINES)
 
 
-def test_what_tcp_is_told_is_what_a_worker_would_be_told():
+def test_what_engines_are_told_is_what_a_worker_would_be_told():
     files = [f"--transfer-tls-{name}={name}.pem" for name in ("cert", "key", "ca")]
-    assert _options_of(flags_of("--transfer-streams", "3", *files)) == TransferOptions(
+    more = ("--transfer-streams", "3", "--nixl-backend", "LIBFABRIC")
+    assert _options_of(flags_of(*more, *files)) == TransferOptions(
         transfer_streams=3,
+        nixl_backend="LIBFABRIC",
         transfer_tls_cert="cert.pem",
         transfer_tls_key="key.pem",
         transfer_tls_ca="ca.pem",
     )
     assert _options_of(flags_of()) == TransferOptions()
+
+
+def test_what_moves_kv_beneath_nixl_has_the_names_that_workers_have_for_it():
+    hints = get_type_hints(TransferOptions)
+    assert get_args(hints["nixl_backend"]) == NIXL_BACKENDS
+    with pytest.raises(SystemExit):
+        flags_of("--nixl-backend", "SMOKE")
 
 
 def test_serving_and_connecting_exclude_each_other():
