@@ -16,11 +16,11 @@ from neuron_di.request import (
     OutputText,
     Request,
     TokenRuleMaker,
-    check_sampling,
     resolve_max_tokens,
 )
 from neuron_di.types import FinishReason, RequestId
 from neuron_di.wire import SamplingParams
+from neuron_di.wire.sampling_rules import check_sampling
 from neuron_di.worker import load_model
 
 

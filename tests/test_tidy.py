@@ -130,7 +130,7 @@ def test_what_a_module_offers_is_sorted_and_there(path):
         ("neuron_di.wire", ("torch", "zmq", "asyncio", "numpy")),
         ("neuron_di.core", ("torch", "zmq", "asyncio")),
         ("neuron_di.cli", ("torch",)),
-        ("neuron_di_proxy.app", ("torch", "neuron_di_bindings", "neuron_di.engine")),
+        ("neuron_di_proxy.process", ("torch", "numpy", "tokenizers", "neuron_di_bindings")),
     ],
 )
 def test_an_import_loads_no_more_than_it_needs(module, absent):

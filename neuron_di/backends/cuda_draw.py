@@ -14,7 +14,7 @@ from torch import Tensor
 
 from neuron_di.backends.cuda_kernels import DrawRules, choose, choose_greedy
 from neuron_di.request import Request, uniform
-from neuron_di.request.sampling import TEMPERATURE_MIN
+from neuron_di.wire.sampling_rules import TEMPERATURE_MIN
 
 _UNUSABLE = -1
 _INT32_MAX = 2**31 - 1

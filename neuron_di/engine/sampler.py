@@ -24,8 +24,8 @@ import torch
 from neuron_di.engine.logit_masks import biased, restricted
 from neuron_di.errors import LocalProtocolError
 from neuron_di.request import Request, Tokenizer, end_token_ids, uniform
-from neuron_di.request.sampling import LOGPROB_MIN, TEMPERATURE_MIN
 from neuron_di.wire import SamplingParams, TokenLogprob, TokenLogprobs
+from neuron_di.wire.sampling_rules import LOGPROB_MIN, TEMPERATURE_MIN
 
 _CDF_BLOCK = 1024
 

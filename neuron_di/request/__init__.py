@@ -4,11 +4,10 @@ from neuron_di.request.chat_template import ChatExtras, ChatTemplate
 from neuron_di.request.output_text import OutputText
 from neuron_di.request.prompt_wish import PromptWish
 from neuron_di.request.request import Request, RequestStatus
-from neuron_di.request.sampling import (
+from neuron_di.request.request_end import (
     Finish,
     TokenOutcome,
     accept_token,
-    check_sampling,
     end_token_ids,
     resolve_max_tokens,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "TokenRules",
     "Tokenizer",
     "accept_token",
-    "check_sampling",
     "end_token_ids",
     "has_token_rules",
     "is_in_reasoning",

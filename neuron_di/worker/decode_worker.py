@@ -16,10 +16,11 @@ from neuron_di.errors import (
 )
 from neuron_di.kv import KvLayout
 from neuron_di.obs.sync_point import reach
-from neuron_di.request import Request, TokenRules, check_sampling, resolve_max_tokens
+from neuron_di.request import Request, TokenRules, resolve_max_tokens
 from neuron_di.transfer import Arrival, NeuronConnector, RecvBuffer, TransferToken
 from neuron_di.types import BlockId
 from neuron_di.wire import DecodeLeg, LegEvent, Ready
+from neuron_di.wire.sampling_rules import check_sampling
 from neuron_di.worker.leg_report import LegReport
 from neuron_di.worker.live_legs import LiveLegs
 from neuron_di.worker.prompts import PromptReader

@@ -14,14 +14,13 @@ from neuron_di.request import (
     PromptWish,
     Request,
     Tokenizer,
-    check_sampling,
     is_in_reasoning,
     resolve_max_tokens,
     template_traits,
 )
-from neuron_di.request.sampling import LOGPROBS_MAX
 from neuron_di.wire import PrefillLeg, PromptOptions, SamplingParams
 from neuron_di.wire.legs import REPORTED_LOGPROBS_MAX
+from neuron_di.wire.sampling_rules import LOGPROBS_MAX, check_sampling
 from neuron_di.worker.rule_thread import RuleThread
 
 # JSON of one prompt. Longer ones are read one at a time: a tokenizer needs up to 200 times that.

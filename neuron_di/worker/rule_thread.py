@@ -8,10 +8,10 @@ from neuron_di.request import (
     Tokenizer,
     TokenRuleMaker,
     TokenRules,
-    check_sampling,
     has_token_rules,
 )
 from neuron_di.wire import SamplingParams
+from neuron_di.wire.sampling_rules import check_sampling
 
 
 class RuleThread:

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from neuron_di.clock import unix_s
-from neuron_di.request.sampling import LOGPROB_MIN
 from neuron_di.types import RequestId
 from neuron_di.wire import Finished, PromptReport, Token, TokenLogprob
+from neuron_di.wire.sampling_rules import LOGPROB_MIN
 from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.receipts import Continued
 

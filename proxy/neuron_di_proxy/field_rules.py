@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from neuron_di.errors import BadRequest, TooLarge
-from neuron_di.request import check_sampling
-from neuron_di.request.sampling import LOGIT_BIAS_MAX
 from neuron_di.wire import Grammar, SamplingParams
+from neuron_di.wire.sampling_rules import LOGIT_BIAS_MAX, check_sampling
 from neuron_di_proxy.choice_request import Endpoint
 from neuron_di_proxy.json_object import (
     NAME_CHARS_MAX,

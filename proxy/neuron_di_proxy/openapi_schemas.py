@@ -7,14 +7,14 @@ from typing import Any, get_args
 
 import msgspec
 
-from neuron_di.request.sampling import (
+from neuron_di.wire.admin import WAIT_S_MAX
+from neuron_di.wire.sampling_rules import (
     BAD_WORD_CHARS_MAX,
     BAD_WORDS_MAX,
     STOP_CHARS_MAX,
     STOP_STRINGS_MAX,
     STOP_TOKEN_IDS_MAX,
 )
-from neuron_di.wire.admin import WAIT_S_MAX
 from neuron_di_proxy.admin_order import Phase
 from neuron_di_proxy.request_fields import (
     INT64_MAX,

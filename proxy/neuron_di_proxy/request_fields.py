@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from neuron_di.request.sampling import LOGPROBS_MAX, REPETITION_PENALTY_MIN
 from neuron_di.wire.legs import JSON_NULL
+from neuron_di.wire.sampling_rules import LOGPROBS_MAX, REPETITION_PENALTY_MIN
 from neuron_di_proxy.choice_request import Endpoint
 
 INT64_MAX = (1 << 63) - 1

@@ -20,9 +20,9 @@ from neuron_di.engine.sampler import (
 )
 from neuron_di.errors import LocalProtocolError
 from neuron_di.request import OutputText, Request, Tokenizer
-from neuron_di.request.sampling import LOGPROB_MIN
 from neuron_di.types import RequestId
 from neuron_di.wire import SamplingParams, TokenLogprob, TokenLogprobs
+from neuron_di.wire.sampling_rules import LOGPROB_MIN
 
 INF = math.inf
 
