@@ -115,6 +115,9 @@ class TensorParallelBackend:
             try:
                 self._ranks.tell(ClosePool())
                 self._ranks.hear(PoolClosed, Deadline.after(_ANSWER_TIMEOUT_S))
+            except BaseException:
+                self._ranks.close()  # they were killed, which takes a moment
+                raise
             finally:
                 self.pool.close()  # behind the ranks: nothing of it is given away while they write
 

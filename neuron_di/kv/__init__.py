@@ -4,6 +4,7 @@ from neuron_di.kv.arena import create_arena
 from neuron_di.kv.arena_pool import ArenaPool, PoolMaker, open_peer_pool
 from neuron_di.kv.digest import KvIdentity, block_digests
 from neuron_di.kv.geometry import KvGeometry, Strides
+from neuron_di.kv.holds import SETTLE_S
 from neuron_di.kv.kv_map import KvMap
 from neuron_di.kv.layout import DTYPE_BYTES, KvLayout
 from neuron_di.kv.neuron_copies import DeviceKv, DeviceTensor, HandleTensor
@@ -26,6 +27,7 @@ from neuron_di.kv.transfer_sequences import TransferSequences, runs_of, transfer
 __all__ = [
     "DTYPE_BYTES",
     "GENERATIONS_OFFSET",
+    "SETTLE_S",
     "ArenaPool",
     "BlockIds",
     "DeviceKv",

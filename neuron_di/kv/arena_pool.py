@@ -4,13 +4,16 @@ Next: neuron_di/kv/arena.py
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from neuron_di.clock import Deadline
 from neuron_di.errors import LocalProtocolError, PeerGone, StaleIncarnation
 from neuron_di.kv.arena import Arena, NoArena, is_settled
+from neuron_di.kv.holds import SETTLE_S, Holds
 from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.ownership import Exchange, Ownership
 from neuron_di.kv.pool import KvPool, PeerPool
@@ -70,6 +73,7 @@ class ArenaPool(KvPool):
         self.incarnation = incarnation
         self.ownership = ownership
         self._arena: Arena | None = ownership.arena
+        self._holds = Holds()
 
     @classmethod
     def join(
@@ -132,11 +136,12 @@ class ArenaPool(KvPool):
         start = self.arena.data_offset + block_id * self.layout.block_bytes
         return self.arena.view[start : start + self.layout.block_bytes]
 
-    def hold(self) -> memoryview:
-        arena = self._arena
-        if arena is None:
-            raise LocalProtocolError("the KV pool is closed")
-        return memoryview(arena.view)
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with self._holds.hold():
+            if self._arena is None:
+                raise LocalProtocolError("the KV pool is closed")
+            yield
 
     def region(self) -> ShmRegion:
         """For those who have no share of the arena: they map it, and read."""
@@ -149,11 +154,18 @@ class ArenaPool(KvPool):
         )
 
     def close(self) -> None:
-        """Give up every block, and its memory. Safe to call twice."""
+        """Give up every block, and its memory. Safe to call twice.
+
+        Who holds the pool is waited for. Where that takes too long, the blocks stay this process's
+        until its end: others would find in them what is still written.
+        """
+        is_free = self.settle(Deadline.after(SETTLE_S))
         arena, self._arena = self._arena, None
-        if arena is not None:
+        if arena is not None and is_free:
             self.ownership.leave()
             arena.close()
+        elif arena is not None:
+            _log.error("kv_pool_still_used", blocks=self.num_blocks)
 
 
 class ArenaPeer(PeerPool):

@@ -18,9 +18,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
+from neuron_di.clock import Deadline
 from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, WorkerFailed
 from neuron_di.kv.device_loss import DeviceLoss
 from neuron_di.kv.digest import KvIdentity
+from neuron_di.kv.holds import SETTLE_S
 from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.neuron_copies import DeviceKv, NeuronCopies
 from neuron_di.kv.pool import KvPool, segment_bytes
@@ -145,6 +147,13 @@ class NeuronPool(DeviceLoss, KvPool):
     def retire(self, block_ids: Sequence[BlockId]) -> bool:
         self.begin_fill(block_ids)
         return super().retire(block_ids)
+
+    def close(self) -> None:
+        """As KvPool's. The slots are the next pool's: who holds this one is waited for, and where
+        that takes too long the device is lost, because it would find what is still written."""
+        if not self.settle(Deadline.after(SETTLE_S)):
+            self.lose(BackendLost("KV of a pool that was closed is still being copied"))
+        super().close()
 
     def used(
         self, block_ids: Sequence[int], num_tokens: int | None

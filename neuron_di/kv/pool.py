@@ -14,15 +14,17 @@ neuron_di/kv/arena_pool.py
 import contextlib
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from mmap import MADV_REMOVE, mmap
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from neuron_di.clock import Deadline
 from neuron_di.errors import ConfigError, LocalProtocolError, PeerGone, StaleIncarnation
 from neuron_di.kv.digest import KvIdentity, block_digests
+from neuron_di.kv.holds import Holds
 from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.runs import BlockIds, Memory, as_ids
 from neuron_di.types import BlockId, Incarnation
@@ -79,6 +81,10 @@ class KvPool:
         self._generations: NDArray[np.uint64] = np.frombuffer(
             view, np.uint64, count=num_blocks, offset=GENERATIONS_OFFSET
         )
+        # Stays after close(): whoever holds the pool goes on to use it.
+        head = int(self._generations.ctypes.data) - GENERATIONS_OFFSET
+        self._address = head + head_bytes(num_blocks)
+        self._holds = Holds()
 
     @classmethod
     def create(cls, layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> Self:
@@ -109,7 +115,7 @@ class KvPool:
     @property
     def base_address(self) -> int:
         """Address of block 0 in this process."""
-        return int(self._generations.ctypes.data) - GENERATIONS_OFFSET + head_bytes(self.num_blocks)
+        return self._address
 
     def view(self, block_id: BlockId) -> memoryview:
         """The bytes of one block. Valid until close()."""
@@ -117,15 +123,23 @@ class KvPool:
         start = head_bytes(self.num_blocks) + block_id * self.layout.block_bytes
         return memoryview(self._view)[start : start + self.layout.block_bytes]
 
-    def hold(self) -> memoryview:
-        """While this is held, and not released, close() leaves the blocks' addresses mapped.
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Within this the blocks' addresses stay mapped, also after close(), and `settle` waits.
 
         LocalProtocolError where it is closed already: nothing may be read or written any more.
         """
-        view = self._view
-        if view is None:
-            raise LocalProtocolError("the KV pool is closed")
-        return memoryview(view)
+        with self._holds.hold():
+            view = self._view
+            if view is None:
+                raise LocalProtocolError("the KV pool is closed")
+            with memoryview(view):
+                yield
+
+    def settle(self, deadline: Deadline) -> bool:
+        """Before close(), where blocking is allowed: nobody holds the pool from now on. Whether all
+        who did have let go by the deadline."""
+        return self._holds.end(deadline)
 
     @property
     def num_ids(self) -> int:

@@ -74,6 +74,8 @@ class CudaIpcEngine:
     def register(self, memory: Memory) -> None:
         runtime = self._runtime
         with self._lock, runtime.on_device(self._pool.device):
+            if self._is_closed:
+                return  # nobody would unpin it
             if runtime.memory_kind(memory.address) == "unregistered":
                 try:
                     runtime.pin(memory.address, memory.num_bytes)

@@ -176,10 +176,10 @@ class KvReceiver:
             if not self._is_right(entry, ready, TransferToken()):
                 return KvCorrupt("the layers that came are not what was promised")
             self._place(entry, ready, room)
+            if (error := self._end_fill(entry, ready)) is not None:
+                return error
         except Exception as bug:
             return LocalProtocolError(f"KV could not be placed: {type(bug).__name__}")
-        if (error := self._end_fill(entry, ready)) is not None:
-            return error
         arrived.engine, arrived.engine_reason = self.lane.name, self.lane.verdicts
         arrived.form = "streamed"
         arrived.verify_s = now_s() - start_s
@@ -187,7 +187,7 @@ class KvReceiver:
 
     def _place(self, entry: Entry, ready: Ready, room: Room) -> None:
         num_tokens = entry.num_held * self.layout.block_size
-        with self._pool.hold():  # close() may not wait for this, and must not take it away
+        with self._pool.hold():
             num_whole, num_more = divmod(num_tokens, self._local.layout.block_size)
             if num_more:  # they stay, in a block of which the rest has come
                 begun = entry.block_ids[num_whole : num_whole + 1]
@@ -217,7 +217,7 @@ class KvReceiver:
         )
         held = entry.num_held
         num_tokens = self._num_moved(ready, held)
-        with self._pool.hold():  # as there
+        with self._pool.hold():
             if entry.room is not None:
                 memory, block_ids = entry.room.memory, range(len(ready.block_ids) - held)
                 digests = block_digests(

@@ -60,7 +60,7 @@ class Landing:
         self._lanes = lanes
         self.size_bytes = _whole_pages(size_bytes)
         self._size_bytes_max = max(self.size_bytes, size_bytes_max // _PAGE * _PAGE)
-        self._is_open = False
+        self._is_open = self._is_closed = False
         self._lock = asyncio.Lock()
         self._view: mmap | None = None
         self._memory: Memory | None = None
@@ -83,9 +83,13 @@ class Landing:
     def _open(self, wanted_bytes: int) -> bool:
         if self._memory is None:
             wanted_bytes = min(_whole_pages(wanted_bytes), self._size_bytes_max)
-            self._memory = self._allocate(max(self.size_bytes, wanted_bytes))
-            self.size_bytes = self._memory.num_bytes
+            memory = self._allocate(max(self.size_bytes, wanted_bytes))
+            if self._is_closed:  # meanwhile: nobody would give it back
+                self._view = None
+                raise ConfigError("the landing memory is closed")
+            self.size_bytes = memory.num_bytes
             self._free = [(0, self.size_bytes)]
+            self._memory = memory  # last: the event loop takes room as soon as it is there
             _log.info("landing_opened", num_bytes=self.size_bytes)
         self._lanes.register(self._memory)
         return True
@@ -174,7 +178,7 @@ class Landing:
 
     def close(self) -> None:
         """Give the memory back. After the transfer engines were closed."""
-        self._is_open = False
+        self._is_open, self._is_closed = False, True
         self._memory = None
         self._view = None  # the map goes with it, and with the last room
 

@@ -13,6 +13,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from neuron_di.clock import Deadline, now_s
@@ -272,8 +273,9 @@ class LaneSet:
 
     def close(self) -> None:
         """End all engines after the transfers that were posted. Blocks until then."""
-        for engine in self.engines:
-            engine.close()
+        with ExitStack() as stack:  # each of them, though another should fail
+            for engine in reversed(self.engines):
+                stack.callback(engine.close)
 
     def _before(self, engine: TransferEngine) -> tuple[TransferEngine, ...]:
         return self.engines[: self.engines.index(engine)]

@@ -114,6 +114,8 @@ class NixlAgent:
         self._prepared: list[int] = []  # own blocks, the peer's blocks
         self._never = threading.Event()
         self._last = Deadline(math.inf)  # no transfer goes on after it
+        # Held by whoever uses the agent on a thread that does not own it: close() waits for that.
+        self._lent = threading.Lock()
 
     def _has_plugin(self, backend: str) -> bool:
         try:
@@ -132,14 +134,14 @@ class NixlAgent:
 
     def register_rows(self, rows: Rows, kind: MemoryKind = "DRAM") -> None:
         """As register, of memory of this kind: all of it or nothing."""
-        agent = self._agent
-        if agent is None:
-            return  # it was closed meanwhile
-        try:
-            agent.registerMem(self._registered(rows, kind))
-        except self._failures as error:
-            num_bytes = int(rows[:, 1].sum())
-            raise ConfigError(f"NIXL cannot register {num_bytes} bytes: {error}") from None
+        with self._lent:
+            if self._agent is None:
+                return  # it was closed meanwhile
+            try:
+                self._agent.registerMem(self._registered(rows, kind))
+            except self._failures as error:
+                num_bytes = int(rows[:, 1].sum())
+                raise ConfigError(f"NIXL cannot register {num_bytes} bytes: {error}") from None
 
     def metadata(self) -> bytes:
         """What a peer loads to reach the memory that was registered."""
@@ -151,14 +153,15 @@ class NixlAgent:
 
         Any thread may ask.
         """
-        agent = self._agent
-        if agent is None:
-            raise ConfigError("NIXL's agent is closed")
-        try:
-            metadata: bytes = agent.getLocalPartialMD(self._registered(rows, kind), True)
-        except self._failures as error:
-            raise ConfigError(f"NIXL has no metadata of {len(rows)} memories: {error}") from None
-        return metadata
+        with self._lent:
+            if self._agent is None:
+                raise ConfigError("NIXL's agent is closed")
+            try:
+                metadata: bytes = self._agent.getLocalPartialMD(self._registered(rows, kind), True)
+            except self._failures as error:
+                words = f"NIXL has no metadata of {len(rows)} memories: {error}"
+                raise ConfigError(words) from None
+            return metadata
 
     def _registered(self, rows: Rows, kind: MemoryKind) -> Any:
         described = [(*row, "") for row in rows.tolist()]
@@ -279,7 +282,8 @@ class NixlAgent:
         Only the end of the agent makes sure of it: a transfer that NIXL was told to give up may
         write later.
         """
-        agent, self._agent = self._agent, None
+        with self._lent:
+            agent, self._agent = self._agent, None
         if agent is None:
             return
         ends = [partial(agent.releasedDlistH, blocks) for blocks in self._prepared]

@@ -63,9 +63,11 @@ class PeerReader:
         try:
             read()
             self._head.read_generations(source)
-        except PeerError as error:
-            self._agent.close()
+        except BaseException as error:
+            self._agent.close()  # else the bytes might still come
             self._broken = PeerGone("the connection to the prefill worker's pool has failed")
+            if not isinstance(error, PeerError):
+                raise
             return error
         if not self._head.has_kept(source):
             return KvChanged("the prefill worker gave the blocks up while they were read")

@@ -58,6 +58,7 @@ class _Accepted:
 class _Connected:
     receiver: TcpReceiver
     block_bytes: int  # the peer's
+    attempt: int
 
 
 def _any_address(host: str, port: int) -> str:  # noqa: ARG001
@@ -152,7 +153,7 @@ class TcpEngine:
                 stream.close()
             raise
         receiver = TcpReceiver(peer, streams, self._own, pool_bytes, self._token_thread)
-        self._adopt(peer, _Connected(receiver, layout.block_bytes))
+        self._adopt(peer, _Connected(receiver, layout.block_bytes, attempt))
 
     def _dial(self, region: TcpRegion, hello: Hello, deadline: Deadline) -> tuple[Stream, int]:
         sock: socket.socket | None = None
@@ -177,13 +178,17 @@ class TcpEngine:
             raise _why_not(error) from None
 
     def _adopt(self, peer: Incarnation, connected: _Connected) -> None:
+        """The latest attempt stays, which is the one that the peer knows, whichever comes last."""
+        error: PeerGone | None = None
         with self._lock:
-            is_closed = self._is_closed
             before = self._connected.get(peer)
-            if not is_closed:
+            if self._is_closed:
+                error = PeerGone("this worker's data connections are closed")
+            elif before is not None and before.attempt > connected.attempt:
+                error = PeerGone("connected anew")
+            else:
                 self._connected[peer] = connected
-        if is_closed:
-            error = PeerGone("this worker's data connections are closed")
+        if error is not None:
             self._end(connected.receiver, error)
             raise error
         if before is not None:

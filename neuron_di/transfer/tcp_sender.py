@@ -362,16 +362,18 @@ class TcpSender:
                 if outgoing.brought is None:
                     block_ids, num_tokens = outgoing.send.block_ids, outgoing.send.num_tokens
                     outgoing.brought = self._device.to_host(block_ids, num_tokens)
-            except NeuronDiError as error:
-                return error
+            except Exception as error:  # the send must end, whatever it was
+                return as_peer_error(error)
         return None
 
     def _tell(self, ended: _Ended) -> None:
         """Whoever waits for these sends, without any lock."""
         for token, error, brought in ended:
-            if brought and self._device is not None:
-                self._device.drop_mirror(brought)  # while the blocks are still this send's
-            end_tokens([(token, error)])
+            try:
+                if brought and self._device is not None:
+                    self._device.drop_mirror(brought)  # while the blocks are still this send's
+            finally:
+                end_tokens([(token, error)])
 
     def _send_only(self, outlet: _Outlet, message: bytes) -> None:
         nothing = np.zeros(0, np.int64)

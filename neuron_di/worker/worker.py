@@ -17,7 +17,7 @@ from neuron_di.core import (
 )
 from neuron_di.engine import Engine, EngineEvent, StartTransfer
 from neuron_di.errors import ConfigError
-from neuron_di.kv import KvPool
+from neuron_di.kv import SETTLE_S, KvPool
 from neuron_di.obs import get_logger
 from neuron_di.request import template_traits
 from neuron_di.transfer import (
@@ -241,6 +241,8 @@ class Worker:
             self._lanes.close()
         if self._connector is not None:
             self._connector.landing.close()
+        # Digests and placing may go on behind the transfers.
+        self._model.backend.pool.settle(Deadline.after(SETTLE_S))
 
     def _assemble(self) -> tuple[Scheduler, Engine]:
         """Build what the role needs, from the scheduler up to the legs."""

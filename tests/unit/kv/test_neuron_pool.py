@@ -79,7 +79,7 @@ def kv_of(num_tokens, seed):
 
 def mirror_of(pool):
     """[N, L, C, K, S, D], the mirror itself."""
-    whole = np.frombuffer(pool.hold(), np.uint8)[-NUM_BLOCKS * LAYOUT.block_bytes :]
+    whole = np.frombuffer(pool._view, np.uint8)[-NUM_BLOCKS * LAYOUT.block_bytes :]
     return pool_numbers(LAYOUT, whole)[:, 0]
 
 
@@ -175,7 +175,7 @@ def test_digests_are_of_the_device_where_a_block_is_there_and_of_the_mirror_else
         closing(KvPool.create(LAYOUT, NUM_BLOCKS, INCARNATION)) as plain,
     ):
         plain_numbers = pool_numbers(
-            LAYOUT, np.frombuffer(plain.hold(), np.uint8)[-3 * LAYOUT.block_bytes :]
+            LAYOUT, np.frombuffer(plain._view, np.uint8)[-3 * LAYOUT.block_bytes :]
         )
         plain_numbers[2, 0] = kv[:, :, :, :16]
         plain_numbers[0, 0][:, :, :, :3] = kv[:, :, :, 16:]

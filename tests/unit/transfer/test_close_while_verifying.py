@@ -79,5 +79,5 @@ def test_a_pool_is_unmapped_when_it_is_held_no_longer():
         assert is_mapped(address)
     gc.collect()
     assert not is_mapped(address)
-    with pytest.raises(LocalProtocolError):
-        pool.hold()
+    with pytest.raises(LocalProtocolError), pool.hold():
+        pass
