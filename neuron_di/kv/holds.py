@@ -15,7 +15,7 @@ class Holds:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._count = 0
+        self.count = 0
         self._has_ended = False
 
     @contextmanager
@@ -24,16 +24,20 @@ class Holds:
         with self._changed:
             if self._has_ended:
                 raise LocalProtocolError("the KV pool is closed")
-            self._count += 1
+            self.count += 1
         try:
             yield
         finally:
             with self._changed:
-                self._count -= 1
+                self.count -= 1
                 self._changed.notify_all()
 
     def end(self, deadline: Deadline) -> bool:
-        """From now on nobody holds anew. Blocks; whether all had let go by the deadline."""
+        """From now on nobody holds anew. Whether all had let go by the deadline.
+
+        Blocks until then at the first call only: whoever was waited for in vain is not again.
+        """
         with self._changed:
+            timeout_s = 0.0 if self._has_ended else deadline.remaining_s()
             self._has_ended = True
-            return self._changed.wait_for(lambda: not self._count, deadline.remaining_s())
+            return self._changed.wait_for(lambda: not self.count, timeout_s)

@@ -151,7 +151,8 @@ class NeuronPool(DeviceLoss, KvPool):
     def close(self) -> None:
         """As KvPool's. The slots are the next pool's: who holds this one is waited for, and where
         that takes too long the device is lost, because it would find what is still written."""
-        if not self.settle(Deadline.after(SETTLE_S)):
+        deadline = Deadline.after(SETTLE_S if self.lost is None else 0.0)
+        if not self.settle(deadline):
             self.lose(BackendLost("KV of a pool that was closed is still being copied"))
         super().close()
 

@@ -114,7 +114,10 @@ class KvPool:
 
     @property
     def base_address(self) -> int:
-        """Address of block 0 in this process."""
+        """Address of block 0 in this process. LocalProtocolError where it is closed, and nobody
+        holds it any more."""
+        if self._view is None and not self._holds.count:
+            raise LocalProtocolError("the KV pool is closed")
         return self._address
 
     def view(self, block_id: BlockId) -> memoryview:

@@ -241,8 +241,10 @@ class Worker:
             self._lanes.close()
         if self._connector is not None:
             self._connector.landing.close()
-        # Digests and placing may go on behind the transfers.
-        self._model.backend.pool.settle(Deadline.after(SETTLE_S))
+        # Digests and placing may go on behind the transfers. In vain where a device failed: then
+        # this process ends.
+        if not self._engine.has_failed:
+            self._model.backend.pool.settle(Deadline.after(SETTLE_S))
 
     def _assemble(self) -> tuple[Scheduler, Engine]:
         """Build what the role needs, from the scheduler up to the legs."""
