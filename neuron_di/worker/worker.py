@@ -224,6 +224,11 @@ class Worker:
         await self._loop.run_in_executor(None, self._engine.stop)
         self._close_links()
         await self._loop.run_in_executor(None, self._wait_closed)
+        # Digests and placing may go on behind the transfers. Where a device failed, that may be for
+        # ever, and this process ends.
+        if not self._engine.has_failed:
+            deadline = Deadline.after(SETTLE_S)
+            await self._loop.run_in_executor(None, self._model.backend.pool.settle, deadline)
         if keeps_weights:
             self._model.backend.close_pool()
         else:
@@ -241,10 +246,6 @@ class Worker:
             self._lanes.close()
         if self._connector is not None:
             self._connector.landing.close()
-        # Digests and placing may go on behind the transfers. In vain where a device failed: then
-        # this process ends.
-        if not self._engine.has_failed:
-            self._model.backend.pool.settle(Deadline.after(SETTLE_S))
 
     def _assemble(self) -> tuple[Scheduler, Engine]:
         """Build what the role needs, from the scheduler up to the legs."""

@@ -11,7 +11,8 @@ SENT = '"call": "nrt_async_sendrecv_send_tensor"'
 
 
 async def until_tried(serving: Serving) -> None:
-    """Wait until every decode worker has tried out nrt with its peers, and nothing moves."""
+    """Wait until every decode worker has tried out nrt with its peers, and the proxy each pair, and
+    nothing moves."""
 
     async def tried() -> bool | None:
         load = await serving.client.load()
@@ -20,7 +21,9 @@ async def until_tried(serving: Serving) -> None:
         return all(each and each[0]["engine"] == "nrt" for each in lanes) or None
 
     await eventually(tried)
-    await serving.client.until_idle()
+    names = await serving.client.load()
+    num_decode = sum(name.startswith("decode-") for name in names)
+    await serving.client.until_tested(num_decode * (len(names) - num_decode))
 
 
 async def kill_who_receives(trace: Path, serving: Serving) -> str:
