@@ -352,3 +352,21 @@ async def test_what_is_missing_here_is_named_with_its_reason(prefill, decode):
     assert lane.reason.endswith("; fast: chosen")
     assert lane.verdicts == "best: not_available; fast: chosen"
     assert not lane.is_fallback
+
+
+def test_each_engine_is_closed_though_another_fails():
+    closed = []
+
+    class Closing:
+        def __init__(self, name):
+            self.name = name
+
+        def close(self):
+            closed.append(self.name)
+            if self.name == "fast":
+                raise OSError("a bug")
+
+    lane_set = LaneSet([Closing("fast"), Closing("safe")])
+    with pytest.raises(OSError, match="a bug"):
+        lane_set.close()
+    assert closed == ["fast", "safe"]
