@@ -10,6 +10,7 @@ import itertools
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -57,13 +58,9 @@ def main() -> int:
     ):
         commands = contenders(options, stubs, Path(folder), console)
         report.notes = {command.name: command.note for command in commands}
-        with running(commands) as started, console.status("", refresh_per_second=1) as status:
-            report.idle_percent = idle_percent(started)
-            cells = cells_of(options)
-            for number, cell in itertools.product(range(1, options.rounds + 1), cells):
-                for proxy in started if number % 2 else reversed(started):
-                    status.update(f"round {number}, {cell}: {proxy.name}")
-                    report.samples.append(sample(proxy, cell, number, options, stubs.pid))
+        with console.status("", refresh_per_second=1) as status:
+            for number in range(1, options.rounds + 1):
+                measure_round(number, commands, options, stubs.pid, report, status.update)
     report.took_s = time.monotonic() - begun_s
     print_report(console, report)
     write_report(report, options.results)
@@ -115,6 +112,34 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         for streams, prompt in itertools.product(options.prompt_streams, options.prompts)
     ]
     return list(dict.fromkeys(by_streams + by_prompt))
+
+
+def measure_round(
+    number: int,
+    commands: list[ProxyCommand],
+    options: argparse.Namespace,
+    stub_pid: int,
+    report: ProxyReport,
+    tell: Callable[[str], None],
+) -> None:
+    """All loads on each, in turns. Proxies are started for it: where its memory comes to lie makes
+    a process faster or slower for as long as it runs."""
+    with running(commands) as started:
+        warm_up(started)
+        if number == 1:
+            report.idle_percent = idle_percent(started)
+        for cell in cells_of(options):
+            for proxy in started if number % 2 else reversed(started):
+                tell(f"round {number}, {cell}: {proxy.name}")
+                report.samples.append(sample(proxy, cell, number, options, stub_pid))
+
+
+def warm_up(proxies: list[RunningProxy]) -> None:
+    """A small load on each, whose first requests would count what is done once."""
+    for proxy in proxies:
+        proxy.measure(
+            Load(port=0, streams=16, requests=4, reply_tokens=8, prompt_tokens=1000, timeout_s=60)
+        )
 
 
 def idle_percent(proxies: list[RunningProxy]) -> dict[str, float]:

@@ -85,8 +85,9 @@ def _markdown(report: ProxyReport) -> str:
     reading = (
         f"Stub workers make a token per stream every {report.tick_ms:g} ms, the first one "
         f"{report.prefill_ms:g} ms after its request. Medians of {num_rounds} rounds in which the "
-        "proxies took turns. *CPU*: of all the proxy's processes per relayed token, requests "
-        "included. *Travel*: from the worker's making a token to the client's reading it; "
+        "proxies, started anew for each, took turns. *CPU*: of all the proxy's processes per "
+        "relayed token, requests included. *Travel*: from the worker's making a token to the "
+        "client's reading it; "
         "*first*: from a request to its first token; both in ms. *MiB*: the most that the proxy's "
         "processes had resident during the load, with what they kept of earlier ones. *Bad*: "
         "streams with lost tokens, cut, refused or late, in all rounds."
