@@ -62,6 +62,7 @@ setup(
         Extension(
             "neuron_di_proxy._token_lane",
             [f"{_PROXY}/_token_lane.c"],
+            depends=[f"{_PROXY}/token_sends.inc.c"],
             extra_compile_args=["-std=gnu11", "-O2", "-g0"],
             optional=True,  # every token then goes through Python
         ),

@@ -12,7 +12,10 @@
  * Every call that may run Python is marked so: after it, lanes and outlets may be closed. Whatever
  * makes a Python object may run a finalizer, too; nothing borrowed is held across it. The GIL
  * is held all the time; MSG_DONTWAIT means that nothing waits meanwhile.
+ *
+ * Next: token_sends.inc.c
  */
+#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>
@@ -42,7 +45,10 @@ typedef struct {
     int fd;              /* -1: never written directly; so it is when closed */
     char has_written;
     char is_blocked; /* bytes may wait in the transport */
+    char is_queued;  /* bytes wait to be sent, by token_sends.inc.c */
 } Outlet;
+
+static int sends_flush(void);
 
 static void outlet_forget(Outlet *self)
 {
@@ -72,6 +78,8 @@ static int has_sent_all(PyObject *transport)
 /* Whether the next bytes may go to the socket directly. -1: an exception. May run Python. */
 static int outlet_is_free(Outlet *self)
 {
+    if (self->is_queued && sends_flush() < 0)
+        return -1;
     if (self->fd < 0)
         return 0;
     if (!self->is_blocked)
@@ -155,6 +163,8 @@ static PyObject *outlet_write(Outlet *self, PyObject *data)
 
 static PyObject *outlet_block(Outlet *self, PyObject *Py_UNUSED(none))
 {
+    if (self->is_queued && sends_flush() < 0)
+        return NULL;
     self->is_blocked = 1;
     Py_RETURN_NONE;
 }
@@ -249,6 +259,8 @@ typedef struct {
     const unsigned char *text;
     size_t text_size;
 } Token;
+
+#include "token_sends.inc.c"
 
 static void lane_forget(Lane *self)
 {
@@ -345,7 +357,7 @@ static char *put_chunk_head(char *data, size_t size)
 
 /* Gives an event to the client. There is room around it for a chunk's head and tail. May run
  * Python. */
-static int lane_give(Lane *self, char *event, size_t size)
+static int lane_give(Lane *self, uint64_t number, char *event, size_t size)
 {
     Outlet *outlet = (Outlet *)Py_NewRef(self->outlet);
     int rc = self->is_first ? 0 : outlet_is_free(outlet);
@@ -354,7 +366,10 @@ static int lane_give(Lane *self, char *event, size_t size)
     } else if (rc > 0) {
         char *chunk = put_chunk_head(event, size);
         memcpy(event + size, "\r\n", CHUNK_TAIL);
-        rc = outlet_write_directly(outlet, chunk, event + size + CHUNK_TAIL - chunk);
+        size = (size_t)(event + size + CHUNK_TAIL - chunk);
+        rc = 0;
+        if (!sends_gather(self, number, chunk, size))
+            rc = outlet_write_directly(outlet, chunk, (Py_ssize_t)size);
     } else if (rc == 0 && outlet->transport != NULL) {
         PyObject *write = Py_NewRef(self->write), *done = NULL;
         PyObject *bytes = PyBytes_FromStringAndSize(event, (Py_ssize_t)size);
@@ -386,7 +401,7 @@ static int lane_write(Lane *self, const Token *token)
     end = put_escaped(end, token->text, token->text_size);
     *end++ = '"';
     end = put_bytes(end, self->behind);
-    int rc = lane_give(self, event, (size_t)(end - event));
+    int rc = lane_give(self, token->number, event, (size_t)(end - event));
     if (room != small)
         PyMem_Free(room);
     return rc;
@@ -748,7 +763,7 @@ static int append_token(PyObject *others, const Token *token)
 }
 
 /* Notes the exception of a token's lane, which is closed: the token's leg must hear of it. */
-static int append_failure(PyObject *failures, const Token *token, Lane *lane)
+static int append_failure(PyObject *failures, uint64_t number, Lane *lane)
 {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
@@ -756,7 +771,7 @@ static int append_failure(PyObject *failures, const Token *token, Lane *lane)
     if (traceback != NULL)
         PyException_SetTraceback(error, traceback);
     lane_forget(lane);
-    PyObject *item = Py_BuildValue("(KO)", (unsigned long long)token->number, error);
+    PyObject *item = Py_BuildValue("(KO)", (unsigned long long)number, error);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
@@ -776,7 +791,7 @@ static int relay_token(const Token *token, PyObject *lanes, PyObject *now, PyObj
         return PyErr_Occurred() ? -1 : append_token(others, token);
     int rc = lane_take_token(lane, token, now);
     if (rc < 0 && PyErr_ExceptionMatches(PyExc_Exception))
-        rc = append_failure(failures, token, lane);
+        rc = append_failure(failures, token->number, lane);
     Py_DECREF(lane);
     return rc; /* -1 for an exit or an interrupt, too */
 }
@@ -790,18 +805,19 @@ static PyObject *relay_payload(const unsigned char *payload, size_t size, PyObje
     Reader reader = {payload, payload + size};
     Token *tokens;
     size_t num_tokens = 0, num_relayed = 0;
-    PyObject *result = NULL, *rest, *others = PyList_New(0), *failures = PyList_New(0);
+    PyObject *result = NULL, *rest, *others = PyList_New(0), *failures = PyList_New(0), *outer;
     if (read_tokens(&reader, &tokens, &num_tokens)) {
         rest = read_rest(&reader, payload[0]);
     } else {
         rest = PyBytes_FromStringAndSize((const char *)payload, (Py_ssize_t)size);
         num_tokens = 0;
     }
-    if (rest != NULL && others != NULL && failures != NULL) {
+    if (rest != NULL && others != NULL && failures != NULL &&
+        sends_begin(num_tokens, failures, &outer) == 0) {
         while (num_relayed < num_tokens &&
                relay_token(&tokens[num_relayed], lanes, now, others, failures) == 0)
             num_relayed++;
-        if (num_relayed == num_tokens)
+        if (sends_end(outer) == 0 && num_relayed == num_tokens)
             result = PyTuple_Pack(3, others, rest, failures);
     }
     PyMem_Free(tokens);
