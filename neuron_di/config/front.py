@@ -45,7 +45,10 @@ class FrontOptions:
         "seconds a client has to send a request's head", default=5.0, at_least=0.1, at_most=3600
     )
     body_bytes_max: ByteSize = option(
-        "size of a request's body", default=_BODY_BYTES_MAX, at_least=1024, at_most=16 << 20
+        "size of the body of a request for tokens; of others 1 MiB (tokenize) and 64 KiB",
+        default=_BODY_BYTES_MAX,
+        at_least=1024,
+        at_most=16 << 20,
     )
     body_timeout_s: float = option(
         "seconds a client has to send a request's body", default=30.0, at_least=0.1, at_most=3600

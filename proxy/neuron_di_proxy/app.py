@@ -40,7 +40,7 @@ from neuron_di.version import __version__
 from neuron_di.wire import Failed
 from neuron_di_proxy.admin import Lines
 from neuron_di_proxy.admin_order import check_sender, read_drain, read_role
-from neuron_di_proxy.body_refusal import body_late, body_too_large, check_body_form
+from neuron_di_proxy.body_refusal import body_bytes_max, body_late, body_too_large, check_body_form
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.client_request import BYTES_PER_TOKEN
 from neuron_di_proxy.failure import failure_of
@@ -56,7 +56,7 @@ from neuron_di_proxy.service import Exchange, Service, client_id_of
 from neuron_di_proxy.siblings import Siblings
 from neuron_di_proxy.status import HealthAnswer, report_health, report_proxy, report_status
 from neuron_di_proxy.tenant import NOBODY
-from neuron_di_proxy.tokenize import TOKENIZE_BYTES_MAX, TokenizeKind, forward_tokenize
+from neuron_di_proxy.tokenize import TokenizeKind, forward_tokenize
 
 _log = get_logger(__name__)
 
@@ -71,8 +71,9 @@ class ReceiptNotFound(ClientError):
 class ProxyRequest(Request):
     """An HTTP request with what must be undone when it ends, however it ends."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, method: str, scheme: str, path: str, *args: Any, **more: Any) -> None:
+        self.bytes_max = body_bytes_max(method, path, more.pop("max_content_length"))
+        super().__init__(method, scheme, path, *args, max_content_length=self.bytes_max, **more)
         self.cleanup = AsyncExitStack()
         self.exchange: Exchange | None = None
         self.echoed_id = uuid4().hex  # or the client's own, once it was found good
@@ -274,11 +275,7 @@ class Proxy(Quart):
         ticket = service.admission.arrive(request.tenant)
         request.cleanup.callback(ticket.close)
         check_body_form(request.fields)
-        if (request.content_length or 0) > TOKENIZE_BYTES_MAX:
-            raise body_too_large(TOKENIZE_BYTES_MAX)
         body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
-        if len(body) > TOKENIZE_BYTES_MAX:
-            raise body_too_large(TOKENIZE_BYTES_MAX)
         ticket.take(1, len(body) / BYTES_PER_TOKEN)
         await ticket.turn(Deadline.after(service.limits.queue_timeout_s))
         return Response(
@@ -308,7 +305,7 @@ class Proxy(Quart):
         front = self.service.config.front
         is_read = True  # to the request's end, so that another may follow
         if isinstance(error, RequestEntityTooLarge):
-            failed, is_read = body_too_large(front.body_bytes_max), False
+            failed, is_read = body_too_large(request.bytes_max), False
         elif isinstance(error, RequestTimeout):
             failed, is_read = body_late(front.body_timeout_s), False
         elif isinstance(error, HTTPException):

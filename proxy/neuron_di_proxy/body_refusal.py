@@ -3,6 +3,10 @@
 from collections.abc import Mapping
 
 from neuron_di.errors import ClientError, TooLarge
+from neuron_di_proxy.choice_request import HOT_PATHS
+
+_TOKENIZE_BYTES_MAX = 1 << 20  # it is read on the event loop
+_OTHER_BYTES_MAX = 64 << 10  # an order's; most routes have none, and some ask for no key
 
 
 class BadContentCoding(ClientError):
@@ -26,6 +30,17 @@ class BodyLate(ClientError):
     code = "request_timeout"
 
 
+def body_bytes_max(method: str, path: str, bytes_max: int) -> int:
+    """How much of a body a route takes: of those for tokens as much as any, `bytes_max`.
+
+    More than a route has use for would only fill memory until it is all there.
+    """
+    if method == "POST" and path in HOT_PATHS:
+        return bytes_max
+    is_text = path in ("/tokenize", "/detokenize")
+    return min(bytes_max, _TOKENIZE_BYTES_MAX if is_text else _OTHER_BYTES_MAX)
+
+
 def body_too_large(bytes_max: int) -> TooLarge:
     return TooLarge(f"the request's body has more than {bytes_max} bytes, the limit")
 
@@ -43,3 +58,10 @@ def check_body_form(headers: Mapping[str, str]) -> None:
         raise BadContentCoding("bodies are taken as they are, without Content-Encoding")
     if headers.get("expect", "100-continue").strip().lower() != "100-continue":
         raise BadExpectation("of Expect only 100-continue is known")
+
+
+def check_body(headers: Mapping[str, str], num_bytes: int | None, bytes_max: int) -> None:
+    """The same, and TooLarge where the head tells of more bytes than the limit."""
+    check_body_form(headers)
+    if num_bytes is not None and num_bytes > bytes_max:
+        raise body_too_large(bytes_max)

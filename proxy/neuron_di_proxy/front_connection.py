@@ -15,7 +15,7 @@ from typing import cast
 from neuron_di.clock import now_s
 from neuron_di.errors import NeuronDiError, TooLarge
 from neuron_di.obs import get_logger
-from neuron_di_proxy.body_refusal import BodyLate, body_late, body_too_large, check_body_form
+from neuron_di_proxy.body_refusal import BodyLate, body_bytes_max, body_late, check_body
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.chunked_body import ChunkedBody
 from neuron_di_proxy.connection_owner import ConnectionOwner
@@ -241,15 +241,14 @@ class FrontConnection(asyncio.Protocol):
         self._open(head, HOT_PATHS.get(head.path) if is_hot else None)
 
     def _open(self, head: RequestHead, endpoint: Endpoint | None) -> None:
+        bytes_max = body_bytes_max(head.method, head.path, self._options.body_bytes_max)
         try:
             if endpoint is None:
                 self._exchange = other = self._owner.open_other(head, self._transport)
                 other.check_key()
             else:
                 self._exchange = self._service.open(endpoint, head.headers)
-            check_body_form(head.headers)
-            if head.body_bytes is not None and head.body_bytes > self._options.body_bytes_max:
-                raise body_too_large(self._options.body_bytes_max)
+            check_body(head.headers, head.body_bytes, bytes_max)
         except Exception as error:
             if not isinstance(error, NeuronDiError):
                 _log.exception("internal_error")
@@ -263,7 +262,7 @@ class FrontConnection(asyncio.Protocol):
             return
         received, num_bytes = self._received, head.body_bytes
         if num_bytes is None:
-            self._coming = ChunkedBody(self._options.body_bytes_max)
+            self._coming = ChunkedBody(bytes_max)
         elif len(received) < num_bytes:
             self._coming = SizedBody(num_bytes)
         else:

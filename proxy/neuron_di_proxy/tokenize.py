@@ -23,7 +23,6 @@ from neuron_di_proxy.workers import Process, process_of
 TokenizeKind = Literal["tokenize", "detokenize"]
 
 TIMEOUT_S = 30.0
-TOKENIZE_BYTES_MAX = 1 << 20  # of a body: it is read on the event loop
 ANSWER_BYTES_MAX = 128 << 20  # ids and texts of the tokens of the longest body
 _ATTEMPTS_MAX = 3  # workers that are asked
 
