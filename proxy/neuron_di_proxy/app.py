@@ -140,6 +140,7 @@ class Proxy(Quart):
         self.config["MAX_CONTENT_LENGTH"] = front.body_bytes_max
         self.config["BODY_TIMEOUT"] = front.body_timeout_s
         self.config["RESPONSE_TIMEOUT"] = None  # it would cut a stream in silence; ours say why
+        self.url_map.merge_slashes = False  # a redirection would name whatever host was asked for
         self.service = service
         self.siblings = siblings
         self._started_unix_s = int(unix_s())

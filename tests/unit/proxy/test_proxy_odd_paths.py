@@ -1,0 +1,36 @@
+"""Paths that mean a file elsewhere: nothing is opened here, and a model is a name."""
+
+import pytest
+from raw_http import RawClient, get, post
+
+PATHS = [
+    "/../../etc/passwd",
+    "/v1/models/../../../etc/passwd",
+    "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd",
+    "/v1/models/..%252f..%252fetc%252fpasswd",
+    "/v1/models/%00",
+    "/v1/models//etc/passwd",
+    "/v1/receipts/..%2f..%2fetc%2fpasswd",
+    "/v1/receipts/%00",
+    "/static/app.py",
+    "//etc/passwd",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_b24_a_path_opens_no_file(playing, path):
+    async with RawClient(playing.proxy.address) as raw:
+        raw.send(get(path))
+        response = await raw.response()
+        assert response.status == 404
+        assert set(response.error) == {"message", "type", "param", "code"}
+        assert b"root:" not in response.body
+
+
+@pytest.mark.parametrize("model", ["../../etc/passwd", "/etc/passwd", "tiny\x00", "tiny/../tiny"])
+@pytest.mark.parametrize("route", ["/v1/completions", "/tokenize"])
+async def test_b24_a_model_is_a_name(playing, route, model):
+    async with RawClient(playing.proxy.address) as raw:
+        raw.send(post(route, {"model": model, "prompt": "hi"}))
+        response = await raw.response()
+        assert (response.status, response.error["code"]) == (404, "model_not_found")
