@@ -1,8 +1,8 @@
 """HTTP/2: hypercorn serves the Quart application on connections that the front gives it.
 
 hypercorn keeps a connection until it ends. It does not bound the time until a first request, and
-what a client sends between two requests (a PING is enough) makes it wait on: both are bounded
-here.
+what a client sends between two requests (a PING is enough) makes it wait on. And it takes all that
+is written for a client that reads nothing. These are bounded here.
 """
 
 import asyncio
@@ -15,8 +15,15 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Event, Updated
-from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.protocol.h2 import (
+    BUFFER_HIGH_WATER,
+    BUFFER_LOW_WATER,
+    BufferCompleteError,
+    H2Protocol,
+    StreamBuffer,
+)
 from hypercorn.typing import ASGIFramework, LifespanState
+from hypercorn.typing import Event as IOEvent
 from hypercorn.utils import wrap_app
 
 from neuron_di.clock import now_s
@@ -128,6 +135,7 @@ class _Held(TCPServer):
         if isinstance(protocol, H2Protocol):
             if not isinstance(protocol.streams, _Streams):
                 protocol.streams = _Streams(protocol.streams)
+                protocol.stream_buffers = _Buffers(self.context.event_class)
             if isinstance(event, Updated):
                 self.deadline_s = now_s() + self._keep_alive_s if event.idle else NEVER
         await super().protocol_send(event)
@@ -143,6 +151,41 @@ class _Streams(dict[int, Any]):
 
     def __missing__(self, _: int) -> "_EndedStream":
         return _EndedStream()
+
+
+class _Buffers(dict[int, StreamBuffer]):
+    """What streams have written, each in a `_Buffer` in place of hypercorn's. None is there yet."""
+
+    def __init__(self, event_class: type[IOEvent]) -> None:
+        super().__init__()
+        self._event_class = event_class
+
+    def __setitem__(self, stream_id: int, _: StreamBuffer) -> None:
+        super().__setitem__(stream_id, _Buffer(self._event_class))
+
+
+class _Buffer(StreamBuffer):
+    """hypercorn's lets whoever writes go on each time that its sender looks, also where the
+    client's window takes nothing. Here who writes waits until most was taken, and `send_in_time`
+    of `app.py` bounds that."""
+
+    async def push(self, data: bytes) -> None:
+        if self._complete:
+            raise BufferCompleteError
+        self.buffer.extend(data)
+        await self._is_empty.clear()
+        if len(self.buffer) >= BUFFER_HIGH_WATER:
+            await self._paused.clear()
+            await self._paused.wait()
+
+    async def pop(self, max_length: int) -> bytes:
+        data = bytes(self.buffer[:max_length])
+        del self.buffer[:max_length]
+        if len(self.buffer) < BUFFER_LOW_WATER:
+            await self._paused.set()
+        if not self.buffer:
+            await self._is_empty.set()
+        return data
 
 
 class _EndedStream:
