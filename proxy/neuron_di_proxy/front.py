@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.obs import get_logger
@@ -26,6 +27,8 @@ from neuron_di_proxy.ticks import look_every
 
 BACKLOG = 4096
 STARTS_PER_TURN = 8  # requests: what running streams are sent must not wait for a crowd of them
+
+_LOOKED_AT_MAX = 64  # connections, when another wants to join
 
 _log = get_logger(__name__)
 
@@ -52,7 +55,7 @@ class Front:
         self._counts = service.metrics.connections
         self._hypercorn = hypercorn
         self._tls = tls
-        self._connections: set[FrontConnection] = set()
+        self._connections: dict[FrontConnection, None] = {}  # in an order: see `_end_a_resting_one`
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._due: deque[FrontConnection] = deque()  # have a request that is to be started
@@ -107,8 +110,9 @@ class Front:
     def joined(self, connection: FrontConnection) -> bool:
         if self.num_connections >= self.options.connections_max:
             self._counts.num_refused += 1
-            return False
-        self._connections.add(connection)
+            if not self._end_a_resting_one():
+                return False
+        self._connections[connection] = None
         self._count_open()
         self._is_empty.clear()
         if self._stop_sweeping is None:
@@ -116,7 +120,7 @@ class Front:
         return True
 
     def left(self, connection: FrontConnection) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self._count_open()
         if not self._connections:
             self._is_empty.set()
@@ -147,6 +151,19 @@ class Front:
 
     def open_other(self, head: RequestHead, transport: asyncio.Transport) -> QuartExchange:
         return QuartExchange(self._hypercorn.app, self.service, head, transport)
+
+    def _end_a_resting_one(self) -> bool:
+        """Make room for another: or whoever keeps connections open would keep all others out.
+
+        The oldest is looked at first. Who has a request goes behind all others.
+        """
+        for connection in list(islice(self._connections, _LOOKED_AT_MAX)):
+            if connection.is_resting:
+                self.left(connection)
+                connection.abort()
+                return True
+            self._connections[connection] = self._connections.pop(connection)
+        return False
 
     def _held_no_more(self) -> None:
         self._num_held -= 1

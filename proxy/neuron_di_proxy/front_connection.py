@@ -169,6 +169,11 @@ class FrontConnection(asyncio.Protocol):
             reply.sweep(silent_max)
 
     @property
+    def is_resting(self) -> bool:
+        """Whether nothing is under way, either way."""
+        return self._state is _State.HEAD and not (self._received or self.num_unsent)
+
+    @property
     def num_unsent(self) -> int:
         """Bytes that were written, and that the client has not taken."""
         return self._transport.get_write_buffer_size()

@@ -128,24 +128,39 @@ async def test_b05_a_body_that_comes_slowly_is_given_up(hurried):
     assert await hurried.num_running() == 0
 
 
-async def test_b06_idle_connections_have_a_limit_and_those_within_it_are_served(hurried):
+async def test_b06_idle_connections_keep_nobody_out(hurried):
+    """The oldest makes room."""
     async with AsyncExitStack() as stack:
+        raws = []
+        for _ in range(3 * HURRIED.connections_max):
+            raws.append(await stack.enter_async_context(RawClient(hurried.address)))
+            raws[-1].send(get("/live"))
+            assert (await raws[-1].response()).status == 200
+        assert await raws[0].end() == b""
+        for raw in raws[-5:]:
+            raw.send(post(PATH, WHOLE))
+            assert (await raw.response()).status == 200
+
+
+async def test_b06_who_has_a_request_is_not_ended_for_another(hurried):
+    async with AsyncExitStack() as stack:
+        request = post(PATH, WHOLE)
         raws = [
             await stack.enter_async_context(RawClient(hurried.address))
             for _ in range(HURRIED.connections_max)
         ]
-        one_more = await stack.enter_async_context(RawClient(hurried.address))
-        one_more.send(post(PATH, WHOLE))
-        assert await one_more.end() == b""
-        for raw in raws[::5]:
-            raw.send(post(PATH, WHOLE))
+        for raw in raws:
+            raw.send(request[:-5])
+        for _ in range(3):
+            one_more = await stack.enter_async_context(RawClient(hurried.address))
+            one_more.send(request)
+            assert await one_more.end() == b""
+        for raw in raws:
+            raw.send(request[-5:])
             assert (await raw.response()).status == 200
-
-    async def is_free_again():
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            return await still_serves(hurried)
-
-    await until(is_free_again)
+        last = await stack.enter_async_context(RawClient(hurried.address))
+        last.send(request)
+        assert (await last.response()).status == 200
 
 
 async def test_b07_a_compressed_body_is_refused(hurried):

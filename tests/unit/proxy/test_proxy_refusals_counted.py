@@ -2,7 +2,7 @@
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from raw_http import RawClient, get, post
+from raw_http import RawClient, post
 from running_proxy import AT_ONCE, RunningProxy, until
 
 from neuron_di.config import FrontOptions
@@ -91,17 +91,21 @@ async def test_connections_are_counted_open_and_refused(playing, stack):
     config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(connections_max=3))
     records = playing.proxy.directory.records
     proxy = await stack.enter_async_context(RunningProxy(config, records))
-    assert await connections(proxy) == (1, 0), "asked on one that stays: hypercorn's"
-    kept = [await stack.enter_async_context(RawClient(proxy.address)) for _ in range(2)]
-    for raw in kept:
-        raw.send(post(PATH, WHOLE))
-        assert (await raw.response()).status == 200
-    for _ in range(4):
+    assert await connections(proxy) == (1, 0), "asked on one that rests then"
+    request = post(PATH, WHOLE, "Connection: close")
+    busy = [await stack.enter_async_context(RawClient(proxy.address)) for _ in range(3)]
+    for raw in busy:  # the last of them takes the place of the resting one
+        raw.send(request[:-5])
+    for _ in range(3):
         async with RawClient(proxy.address) as raw:
             assert await raw.end() == b""
+    first, *others = busy
+    first.send(request[-5:])
+    assert (await first.response()).status == 200
+    assert await first.end() == b""
     assert await connections(proxy) == (3, 4)
-    for raw in kept:
-        raw.send(get("/health", "Connection: close"))
+    for raw in others:
+        raw.send(request[-5:])
         assert (await raw.response()).status == 200
         assert await raw.end() == b""
 
