@@ -22,10 +22,10 @@ _EXPIRES_DAYS_MAX = 36_500
 
 SUMMARY = "make, list or revoke API keys"
 
-# Flag, type and help of what a key may say of its tenant. Each proxy process counts by itself.
+# Flag, type and help of what a key may say of its tenant. Each process of a proxy has its part.
 _LIMITS: tuple[tuple[str, type, str], ...] = (
-    ("requests-max", int, "requests open at once in each proxy process; one more gets 429"),
-    ("requests-per-minute", int, "requests per minute, in each proxy process"),
+    ("requests-max", int, "requests open at once in each proxy; one more gets 429"),
+    ("requests-per-minute", int, "requests per minute, in each proxy"),
     ("tokens-per-minute", int, "tokens of prompts and answers per minute, likewise"),
     ("max-tokens", int, "tokens of one answer"),
     ("weight", float, "share where tenants compete, 1 unless said"),
@@ -39,7 +39,11 @@ def add_key_flags(parser: argparse.ArgumentParser) -> None:
     )
     create = _verb(verbs, "create", "make a key and show it, this once")
     create.add_argument("name", metavar="NAME", help="the tenant; it may have several keys")
-    create.add_argument("--operator", action="store_true", help="may see /status and /metrics")
+    create.add_argument(
+        "--operator",
+        action="store_true",
+        help="may see /status and /metrics, drain workers, change roles",
+    )
     create.add_argument("--expires-days", type=float, metavar="DAYS", help="days it is valid")
     for flag, kind, words in _LIMITS:
         create.add_argument(f"--{flag}", type=kind, metavar="N", help=words)

@@ -43,14 +43,14 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         """About how many tokens the request takes: what tenants share by their weights.
 
         Known before anything is computed, so of prompts a token is taken to be four bytes, and
-        answers are taken to be as long as they may be. A prompt is computed once for all its
-        answers.
+        answers are taken to be as long as they may be. Each answer is a request of its own
+        there, which computes its prompt.
         """
         prompt_bytes = 0
         for prompt in self.prompts:
             prompt_bytes += memoryview(prompt).nbytes
         max_tokens = self.sampling.max_tokens or UNLIMITED_TOKENS
-        return prompt_bytes / BYTES_PER_TOKEN + max_tokens * self.n * len(self.prompts)
+        return self.n * (prompt_bytes / BYTES_PER_TOKEN + max_tokens * len(self.prompts))
 
     def choice(self, index: int) -> ChoiceRequest:
         """The request for one choice. Answer j to a prompt is what n=1 gives with seed + j."""

@@ -71,9 +71,14 @@ def error_body(failed: Failed) -> bytes:
     """
     message = failed.message
     if failed.http_status >= 500:
-        message = _PLACES.sub("(hidden)", message)
+        message = without_places(message)
     kind = _type_of(failed.http_status)
     return msgspec.json.encode(_ErrorBody(_Error(message, kind, failed.param, failed.code)))
+
+
+def without_places(message: str) -> str:
+    """The same, for whoever is not to learn where things are."""
+    return _PLACES.sub("(hidden)", message)
 
 
 def retry_after_of(error: Exception | Failed) -> int | None:

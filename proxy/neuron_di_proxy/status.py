@@ -11,6 +11,7 @@ from neuron_di.errors import PeerError
 from neuron_di.types import WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus
 from neuron_di_proxy.admission import Admission
+from neuron_di_proxy.failure import without_places
 from neuron_di_proxy.health import Health, HealthReport
 from neuron_di_proxy.partners import shared_names, why_alone
 from neuron_di_proxy.route import Router
@@ -150,13 +151,15 @@ def report_proxy(admission: Admission) -> ProxyStatus:
 
 
 def report_health(router: Router, health: Health, pairs: PairBook) -> HealthAnswer:
-    """Whether requests are served, and what does not work. Asks nobody."""
+    """Whether requests are served, and what does not work. Asks nobody.
+
+    Anybody may read it, so it does not say where things are, as /status does.
+    """
     reason = router.why_unserved()
     trouble = _directory_trouble(health)
     if reason is not None:
-        return HealthAnswer(
-            status="unavailable", reason=f"{reason}; {trouble}" if trouble else reason
-        )
+        reason = f"{reason}; {trouble}" if trouble else reason
+        return HealthAnswer(status="unavailable", reason=without_places(reason))
     reports = health.reports()
     replaced = _replaced(reports)
     degraded = [
@@ -171,6 +174,9 @@ def report_health(router: Router, health: Health, pairs: PairBook) -> HealthAnsw
     ]
     if trouble:
         degraded.append(Degraded(prefill=None, decode=None, reason=trouble))
+    degraded = [
+        msgspec.structs.replace(each, reason=without_places(each.reason)) for each in degraded
+    ]
     return HealthAnswer(status="degraded" if degraded else "ok", degraded=degraded)
 
 

@@ -17,7 +17,7 @@ from neuron_di_proxy.service import Service
     ("request_", "cost"),
     [
         (completion(prompt="x" * 398, max_tokens=5), 100 + 5),  # its quotes included
-        (completion(prompt=["x" * 398, "x" * 398], n=3, max_tokens=5), 200 + 6 * 5),
+        (completion(prompt=["x" * 398, "x" * 398], n=3, max_tokens=5), 3 * 200 + 6 * 5),
         (completion(prompt="x" * 398), 100 + 16),
     ],
 )
@@ -43,4 +43,4 @@ async def test_the_queue_goes_by_it(monkeypatch):
     answering = asyncio.create_task(exchange.answer(body, QuartReply(0)))
     await answering
     exchange.close()
-    assert costs == [(2, 10 + 14)]
+    assert costs == [(2, 2 * 10 + 14)]

@@ -49,3 +49,15 @@ async def test_a_failure_of_our_own_is_owned(stack, monkeypatch):
             await looks.acquire()
     assert not directory._asking._task.done()
     assert directory._asking.num_failures == failures
+
+
+async def test_health_does_not_say_where_things_are(stack, monkeypatch):
+    """It is asked for no key."""
+    service = await stack.enter_async_context(Service(ProxyConfig(), StaticDirectory(())))
+    trouble = "etcd at 127.0.0.1:21999 cannot be reached: tcp://10.0.0.7:9000, /run/etcd.sock"
+    monkeypatch.setattr("neuron_di_proxy.status._directory_trouble", lambda _: trouble)
+    answer = report_health(service.router, service.health, service.pairs)
+    assert answer.status == "unavailable"
+    hidden = "etcd at (hidden) cannot be reached: (hidden), (hidden)"
+    assert answer.reason is not None
+    assert answer.reason.endswith(hidden)
