@@ -5,9 +5,10 @@ BIN  := $(VENV)/bin
 export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-neuron test test-optimised test-kernels etcd check format sim handover-model schedules chaos dynamic \
-        churn handoff-diagram bench-engine bench-interference bench-verification bench-proxy bench-overload \
-        bench-registry bench-transfer device-check bench-interference-transfer bench-layers clean
+.PHONY: help demo demo-neuron test test-optimised test-kernels test-uncompiled etcd check format sim \
+        handover-model schedules block-lists chaos dynamic churn handoff-diagram bench-engine bench-interference \
+        bench-verification bench-proxy bench-overload bench-registry bench-transfer device-check \
+        bench-interference-transfer bench-layers clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -27,6 +28,10 @@ test-optimised: $(VENV)/dev etcd ## the same under python -O: no check may hide 
 test-kernels: $(VENV)/dev ## all that computes on CUDA: on a GPU, else in Triton's interpreter
 	$(BIN)/python -m pytest --numprocesses 2 -m '' tests/unit/backends/cuda_kernels tests/unit/backends/cuda \
 	  tests/e2e/test_cuda_serving.py
+
+test-uncompiled: $(VENV)/dev ## transfer engines without what is compiled to copy KV and to change its owner
+	PYTHONPATH=tests/uncompiled $(BIN)/python -m pytest --numprocesses 2 tests/contract/test_transfer_engine.py \
+	  tests/contract/test_bounds.py tests/unit/transfer/test_shm_engine.py
 
 # On a machine that may have no network: with PYTHON, else with .venv where it is there.
 device-check: ## on an NVIDIA GPU: all that has not run on one, into one report (docs/cuda.md)
@@ -51,6 +56,12 @@ handover-model: $(VENV)/dev ## every order of the steps in which blocks change o
 schedules: $(VENV)/dev ## random schedules of each scheduler: SCHEDULES=10000
 	SCHEDULES=$(or $(SCHEDULES),10000) $(BIN)/python -m pytest --numprocesses 0 --timeout 0 \
 	  tests/unit/core -k test_random_schedules
+
+# A simulated Neuron device takes 20 ms a list: ENGINES="nrt nixl_neuron" LISTS=2000.
+block-lists: $(VENV)/dev ## random lists of blocks by each transfer engine: LISTS=100000, ENGINES="shm tcp"
+	@for engine in $(or $(ENGINES),handover shm tcp nixl cuda_ipc); do \
+	  $(BIN)/python -m tests.contract.random_lists --engine $$engine --lists $(or $(LISTS),100000) || exit; \
+	done
 
 chaos: $(VENV)/dev ## kill, freeze, cut and restart real processes in every phase of a request
 	$(BIN)/python -m tests.chaos.matrix $(CHAOS_ARGS)

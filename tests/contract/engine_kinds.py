@@ -36,6 +36,9 @@ class EngineKind:
     # Prefill lives on when a decode worker dies in mid-transfer. Not where what was posted to a
     # device cannot be taken back: there the worker is started again.
     outlives_its_readers: bool = True
+    # A receive of many bytes fails when its peer dies as the first of them are here. Else it may
+    # succeed: the bytes are in memory that stays, or are seen only when all have come.
+    needs_its_peer: bool = False
     environment: Callable[[], Mapping[str, str]] = dict  # of another process, beside this one's
 
     @property
@@ -79,14 +82,15 @@ _KINDS = (
     ),
     EngineKind(name="shm", make=ShmEngine),
     EngineKind(name="shm, by its thread", make=lambda pool: ShmEngine(pool, small_bytes_max=0)),
-    EngineKind(name="tcp", make=TcpEngine),
-    EngineKind(name="nixl", make=NixlEngine, package="nixl_cu12"),
+    EngineKind(name="tcp", make=TcpEngine, needs_its_peer=True),
+    EngineKind(name="nixl", make=NixlEngine, package="nixl_cu12", needs_its_peer=True),
     EngineKind(
         name="nixl over tcp",
         make=lambda pool: NixlEngine(pool, ucx_config="TLS=tcp"),
         package="nixl_cu12",
         is_variant=True,
         outlives_its_readers=False,  # UCX emulates reads there, and aborts when it cannot answer
+        needs_its_peer=True,
     ),
     EngineKind(
         name="nixl over libfabric",

@@ -1,6 +1,8 @@
 """Random transfers through one connected pair, compared with numpy.
 
 python -m tests.contract.random_lists --engine shm --lists 100000
+
+`make block-lists` does so for several engines; `make test` tries a few lists of each.
 """
 
 import argparse

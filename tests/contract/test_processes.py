@@ -31,6 +31,7 @@ from .transfer_pair import (
 
 LARGE = KvLayout(num_layers=16, num_kv_heads=4, head_dim=64, block_size=64, dtype="float32")
 NUM_LARGE = 16  # of 2 MiB
+NUM_KILLS = 5  # until one was in mid-transfer
 
 
 @pytest.fixture(params=KINDS)
@@ -128,6 +129,16 @@ def test_bytes_arrive_from_another_process_unless_it_gave_them_up(kind):
 
 
 def test_a_peer_that_is_killed_in_mid_transfer_ends_its_receives(kind):
+    """Again where the transfer was over before the kill, of an engine that must notice."""
+    errors = (killed_in_mid_transfer(kind) for _ in range(NUM_KILLS))
+    if kind.needs_its_peer:
+        assert any(error is not None for error in errors)
+    else:
+        next(errors)
+
+
+def killed_in_mid_transfer(kind):
+    """What the receive ended with whose peer was killed when its first bytes were here."""
     block_ids = range(NUM_LARGE - 1)
     with scene_of(kind, LARGE, NUM_LARGE) as scene:
         receive = scene.receive_of(block_ids, block_ids)
@@ -142,10 +153,11 @@ def test_a_peer_that_is_killed_in_mid_transfer_ends_its_receives(kind):
         scene.peer.kill()
         ordering.join()
         queued = scene.post(late)
-        check_end(scene, outcome, block_ids)
+        found = check_end(scene, outcome, block_ids)
         error = queued.error()
         assert error is None or isinstance(error, PeerError)
         check_nothing_comes(scene)
+    return found
 
 
 def test_a_peer_that_is_killed_while_it_stands_still_ends_its_receives(kind):

@@ -1,9 +1,11 @@
 """Workers of several ranks: greedy tokens are those of one process, at every pair of degrees."""
 
+import math
 import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from openai_kit import Answer, Client, eventually, gather
 from process_kit import run, session_of_many
 
-from neuron_di.config import EngineOptions, LogOptions, ServeOptions
+from neuron_di.config import EngineOptions, LogOptions, ServeOptions, TransferOptions
 from neuron_di.llm import LLM, Generation
 from neuron_di.serve import Fleet
 from neuron_di.wire import SamplingParams
@@ -20,6 +22,8 @@ from neuron_di.wire import SamplingParams
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 NUM_TOKENS = 24
+# Of the model's KV: layers, keys and values, KV heads, numbers of a head, bytes of a number.
+TOKEN_BYTES = 5 * 2 * 2 * 64 * 4
 PROMPTS = [
     "Once upon a time",
     "The cat sat on the mat. " * 9,  # several blocks, the last of them full or not
@@ -30,12 +34,13 @@ PROMPTS = [
 
 @asynccontextmanager
 async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[Client, Fleet]]:
-    tp = options.pop("tp", 1)
+    tp, transfer = options.pop("tp", 1), options.pop("transfer", "auto")
     serve = ServeOptions(
         model=str(folder),
         port=0,
         engine=EngineOptions(threads=1, tp=tp),
         log=LogOptions(log_level="warning"),
+        kv_transfer=TransferOptions(transfer=(transfer,)),
         **options,
     )
     async with session_of_many() as session, Fleet(serve) as fleet:
@@ -106,13 +111,27 @@ async def test_a_combined_worker_of_two_ranks(tiny_tales: Path, expected: list[G
         await eventually(all_gone)
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (4, 2), (2, 2)])
+def check_moved(answer: Answer, receipt: dict[str, Any]) -> None:
+    """The KV of the prompt's tokens, or of whole blocks where it was streamed; either once."""
+    assert receipt["form"] in ("landed", "streamed")
+    num_tokens, block_size = answer.usage["prompt_tokens"], EngineOptions().block_size
+    if receipt["form"] == "streamed":
+        num_tokens = math.ceil(num_tokens / block_size) * block_size
+    assert receipt["kv_bytes"] == num_tokens * TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("transfer", "prefill_tp", "decode_tp"),
+    [("auto", 2, 1), ("auto", 1, 2), ("auto", 2, 2), ("tcp", 4, 2), ("nixl", 2, 1)],
+)
 async def test_one_degree_hands_over_to_another(
-    tiny_tales: Path, expected: list[Generation], prefill_tp: int, decode_tp: int
+    tiny_tales: Path, expected: list[Generation], transfer: str, prefill_tp: int, decode_tp: int
 ) -> None:
     """The model has two KV heads: of four ranks, two hold the same one, and it moves once."""
-    degrees = {"prefill_tp": prefill_tp, "decode_tp": decode_tp}
-    async with running(tiny_tales, **degrees) as (client, fleet):
+    if transfer == "nixl" and find_spec("nixl_cu12") is None:
+        pytest.skip("the package nixl-cu12 is not installed")
+    options = {"transfer": transfer, "prefill_tp": prefill_tp, "decode_tp": decode_tp}
+    async with running(tiny_tales, **options) as (client, fleet):
         answers = await answers_of(client)
         load = await client.until_idle()
         receipts = [await client.receipt(answer.answer_id) for answer in answers]
@@ -122,9 +141,13 @@ async def test_one_degree_hands_over_to_another(
     assert [len(each) for each in ranks] == [prefill_tp - 1, decode_tp - 1]
     assert not any(rank.is_running() for each in ranks for rank in each)
     assert load["decode-0"]["num_kv_mismatched"] == 0
-    for receipt in receipts:
+    for answer, receipt in zip(answers, receipts, strict=True):
         assert receipt["prefill_worker"] == "prefill-0"
         assert receipt["decode_worker"] == "decode-0"
+        if transfer != "auto":
+            assert receipt["link"] == transfer
+        if prefill_tp != decode_tp:
+            check_moved(answer, receipt)
     check(answers, expected)
 
 

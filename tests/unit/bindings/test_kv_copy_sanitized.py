@@ -91,6 +91,58 @@ for count in [1, 2, *rng.integers(1, 300, 150).tolist()]:
         destination_address=destination.ctypes.data, source_address=source.ctypes.data,
         destination_offsets=ids, source_offsets=ids, lengths=ones,
         words=words, ids=ids, numbers=words.table[ids].tolist())
+
+def check_refused(errors, call, *arguments):
+    try:
+        answer = call(*arguments)
+    except errors:
+        return
+    raise AssertionError(f"{call.__name__}: {answer}")
+
+words, one = block_runs.Words(np.arange(5, dtype=np.uint64)), np.zeros(1, np.int64)
+byte = np.zeros(1, np.uint8)
+
+def copy_promised(ids):
+    return run_copy.copy_promised(
+        destination_address=byte.ctypes.data, source_address=byte.ctypes.data,
+        destination_offsets=one, source_offsets=one, lengths=one + 1,
+        words=words, ids=ids, numbers=[0] * len(ids))
+
+for far in (-1, 5, 2**60, 2**63 - 1, -2**63):
+    assert not block_runs.are_below(np.array([0, far]), 5)
+    for as_array in (list, tuple, np.array):
+        ids = as_array([0, far])
+        check_refused(IndexError, block_runs.are_words, words, ids, [0, 0])
+        check_refused(IndexError, copy_promised, ids)
+assert block_runs.are_below(np.arange(5), 5) and block_runs.are_below(one[:0], 0)
+for numbers in ([], [0], [0, 0, 0]):  # for two ids
+    assert not block_runs.are_words(words, np.zeros(2, np.int64), numbers)
+
+narrow, two, none = np.zeros(5, np.int32), np.zeros(2, np.int64), np.zeros(0, np.int64)
+UNSUITABLE = block_runs.UNSUITABLE
+for table in (byte, narrow, np.zeros((1, 1), np.uint64), [0], None):
+    check_refused(UNSUITABLE, library.are_words, table, one, [0], 0, 9)
+    check_refused(UNSUITABLE, library.are_words, words.table, table, [0], 0, 9)
+    check_refused(UNSUITABLE, library.are_below, table, 9)
+    check_refused(UNSUITABLE, library.join_blocks, table, one, one, one, one, 64)
+    check_refused(UNSUITABLE, library.read, [0], table)
+    rows = [one, one, one]
+    for number in range(3):
+        wrong = [*rows[:number], table, *rows[number + 1:]]
+        check_refused(UNSUITABLE, library.copy, 0, 0, *wrong)
+        check_refused(UNSUITABLE, library.copy_promised, 0, 0, *wrong, words.table, one, [0], 0, 9)
+        check_refused(UNSUITABLE, library.are_sound, *wrong, one, 9, 9, 9)
+for other in (two, none):
+    check_refused(ValueError, library.copy, 0, 0, one, other, one)
+    check_refused(
+        ValueError, library.copy_promised, 0, 0, one, one, other, words.table, one, [0], 0, 9)
+    check_refused(ValueError, library.are_sound, one, other, one, one, 9, 9, 9)
+    check_refused(ValueError, library.join_blocks, one, one, one, one, other, 64)
+    check_refused(ValueError, library.read, [0], other)
+check_refused(OverflowError, library.read, [1 << 70], one)
+check_refused(BufferError, library.read, [1], bytes(8))
+for placing in (b"", bytes(10), bytes(400), 5, None):
+    check_refused(UNSUITABLE, library.place, placing)
 print("whole")
 """
 

@@ -23,6 +23,7 @@ from neuron_di.kv import ArenaPool, KvLayout, KvPool, create_arena, whole_block_
 from neuron_di.transfer import BlockSource, Receive, ShmEngine
 from neuron_di.types import BlockId, Incarnation, WorkerId
 from neuron_di.wire import TcpRegion
+from neuron_di_bindings import owner_words
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 
@@ -99,6 +100,7 @@ def test_the_pool_of_a_peer_with_another_block_size_can_be_read() -> None:
             assert own.view(BlockId(1)) == peer.view(BlockId(2))[3 * LAYOUT.block_bytes :]
 
 
+@pytest.mark.skipif(not owner_words.is_available(), reason="owner_words was not compiled")
 def test_blocks_that_an_arena_got_after_the_connection_can_be_read() -> None:
     arena_fd = create_arena()
     names = [WorkerId("one"), WorkerId("other")]
