@@ -10,7 +10,7 @@ Next: proxy/neuron_di_proxy/model_metrics.py, proxy/neuron_di_proxy/worker_metri
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -23,7 +23,7 @@ from neuron_di_proxy.directory_metrics import directory_families
 from neuron_di_proxy.health import HealthReport
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.model_metrics import ModelMetrics, model_families
-from neuron_di_proxy.receipts import Receipt
+from neuron_di_proxy.receipts import Grade, Receipt
 from neuron_di_proxy.self_test import PairResult
 from neuron_di_proxy.worker_metrics import worker_families
 
@@ -68,11 +68,12 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._models: dict[str, ModelMetrics] = {}
-        self._requests: Counter[tuple[str, str]] = Counter()
+        # What is not there before it happens first is no increase to a monitoring system.
+        self._requests = Counter({(outcome, ""): 0 for outcome in ("stop", "length", "cancelled")})
         self._attempts: Counter[str] = Counter()
-        self._continued: Counter[str] = Counter()
-        self._transfer_failures: Counter[str] = Counter()
-        self._traces: Counter[str] = Counter()
+        self._continued = Counter(dict.fromkeys(get_args(Grade), 0))
+        self._transfer_failures = Counter(dict.fromkeys(sorted(_kv_codes), 0))
+        self._traces = Counter(dict.fromkeys(get_args(TraceOutcome), 0))
         self._transfers: dict[str, Histogram] = {}  # by link
         self._hand_overs: Counter[tuple[str, str]] = Counter()  # by link and form
         self._kv_bytes: Counter[str] = Counter()  # by link
@@ -123,6 +124,8 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """For prometheus_client."""
         gauges = self._gauges
+        for report in gauges.health_reports():
+            self.of(report.record.model)
         yield from model_families(self._models)
         yield self._handed_over()
         counters = (

@@ -116,7 +116,8 @@ async def test_a_client_that_leaves_is_counted(cluster):
     (await opening).close()
 
     async def is_so():
-        return ("neuron_di_requests_total", "", "cancelled") in await samples(cluster.proxy)
+        seen = await samples(cluster.proxy)
+        return seen["neuron_di_requests_total", "", "cancelled"] == 1
 
     await until(is_so)
 
@@ -126,7 +127,7 @@ async def test_two_proxies_count_apart(playing, stack):
         RunningProxy(ProxyConfig(limits=AT_ONCE), playing.proxy.directory.records)
     )
     await playing.proxy.post("/v1/completions", **FIELDS)
-    assert ("neuron_di_requests_total", "", "length") not in await samples(other)
+    assert (await samples(other))["neuron_di_requests_total", "", "length"] == 0
 
 
 class NoGauges:
@@ -269,3 +270,19 @@ def test_what_is_wrong_with_the_registry():
     assert told["neuron_di_registry_ignored_total", "too many"] == 1
     calm = parse(Metrics(NoGauges()).text().decode())
     assert calm["neuron_di_registry_trouble",] == calm["neuron_di_registry_refused",] == 0
+
+
+async def test_what_has_not_happened_is_there_as_zero(playing, stack):
+    """Or a monitoring system sees no increase when it does for the first time."""
+    fresh = await stack.enter_async_context(
+        RunningProxy(ProxyConfig(limits=AT_ONCE), playing.proxy.directory.records)
+    )
+    seen = await samples(fresh)
+    for name, labels in (
+        ("neuron_di_requests_total", ("", "stop")),
+        ("neuron_di_continued_total", ("exact",)),
+        ("neuron_di_transfer_failures_total", ("kv_corrupt",)),
+        ("vllm:prompt_tokens_total", ("tiny",)),
+        ("vllm:request_success_total", ("stop", "tiny")),
+    ):
+        assert seen[name, *labels] == 0
