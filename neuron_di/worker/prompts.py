@@ -1,6 +1,7 @@
 """From a client's JSON to a request: tokenised once, off the event loop, and checked here."""
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -163,6 +164,7 @@ class PromptReader:
 
     def _read_chat(self, raw_messages: msgspec.Raw, options: PromptOptions) -> ReadPrompt:
         messages = _decoded(raw_messages, "messages")
+        _refuse_doubles(raw_messages, "messages")  # the proxy has looked at all else
         extras = ChatExtras(
             tools=_decoded(options.tools, "tools"),
             documents=_decoded(options.documents, "documents"),
@@ -203,6 +205,19 @@ def _shortened(prompt: ReadPrompt, keep: int | None) -> ReadPrompt:
     if len(prompt.token_ids) <= keep:
         return prompt
     return ReadPrompt(prompt.token_ids[-keep:], None, prompt.begins_in_reasoning)
+
+
+def _refuse_doubles(raw: msgspec.Raw, param: str) -> None:
+    """Raise BadRequest where a name comes twice in an object: nobody knows which is meant."""
+
+    def look(members: list[tuple[str, object]]) -> None:
+        if len({name for name, _ in members}) < len(members):
+            raise BadRequest(f"an object in {param} has a name twice", param=param)
+
+    try:
+        json.loads(bytes(raw), object_pairs_hook=look, parse_int=len, parse_float=len)
+    except RecursionError as error:
+        raise BadRequest(f"{param} is not valid JSON: {error}", param=param) from None
 
 
 def _decoded(raw: msgspec.Raw, param: str) -> Any:

@@ -241,6 +241,19 @@ def test_logprobs_of_a_prompt_are_bounded(reader: PromptReader) -> None:
 
 
 @pytest.mark.parametrize(
+    "messages",
+    [
+        b'[{"role": "system", "role": "user", "content": "hi"}]',
+        b'[{"role": "user", "content": [{"type": "text", "text": "a", "text": "b"}]}]',
+    ],
+)
+def test_a_message_has_each_name_once(reader: PromptReader, messages: bytes) -> None:
+    leg = leg_of([ASK], "chat")
+    error = refusal(reader, msgspec.structs.replace(leg, prompt=msgspec.Raw(messages)))
+    assert (error.param, error.message) == ("messages", "an object in messages has a name twice")
+
+
+@pytest.mark.parametrize(
     ("endpoint", "prompt", "options", "param"),
     [
         ("chat", "hello", {}, "messages"),
