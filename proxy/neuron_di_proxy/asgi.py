@@ -66,6 +66,9 @@ async def _start(stack: AsyncExitStack) -> Service:
     directory, meeting = await stack.enter_async_context(open_directory(options))
     service = await stack.enter_async_context(Service(config_of(options), directory))
     _log.info("ready", pid=os.getpid(), **meeting.words())
+    front = service.config.front
+    if front.api_keys is None and not front.insecure:  # where it listens is the server's affair
+        _log.warning("no_keys", reason="whoever reaches the server may use it: --api-keys")
     return service
 
 

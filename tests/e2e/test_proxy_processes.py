@@ -97,16 +97,17 @@ async def test_two_processes_share_the_port_the_workers_and_the_answers(llama):
 
 
 @contextlib.asynccontextmanager
-async def asgi_server(server, environ):
+async def asgi_server(server, environ, log):
     """The application in this server, started as its users start it."""
     port = free_port()
     address = {"uvicorn": ("--port", str(port)), "hypercorn": ("--bind", f"127.0.0.1:{port}")}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", server, "neuron_di_proxy.asgi:app", *address[server]),
-        env=psutil.Process().environ() | environ,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    with log.open("w") as file:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", server, "neuron_di_proxy.asgi:app", *address[server]),
+            env=psutil.Process().environ() | environ,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=file,
+        )
     try:
         yield f"http://127.0.0.1:{port}"
         process.terminate()
@@ -127,10 +128,11 @@ def free_port():
 
 
 @pytest.mark.parametrize("server", ["hypercorn", "uvicorn"])
-async def test_another_asgi_server_serves_the_same(llama, server):
+async def test_another_asgi_server_serves_the_same(llama, server, tmp_path):
+    log = tmp_path / "log"
     async with part("worker", str(llama), "--role", "both", "--threads", "1") as worker:
         environ = {"NEURON_DI_PREFILL_URLS": worker.url, "NEURON_DI_DECODE_URLS": worker.url}
-        async with asgi_server(server, environ) as url:
+        async with asgi_server(server, environ, log) as url:
 
             async def serves():
                 try:
@@ -144,3 +146,4 @@ async def test_another_asgi_server_serves_the_same(llama, server):
             status, text, _ = await fetch(url, "/v1/completions", model=llama.name, **wanted)
             assert (status, text.count("data: ")) == (200, 5)
             assert text.endswith("data: [DONE]\n\n")
+    assert "no_keys" in log.read_text(), "where it listens is not known"
