@@ -36,7 +36,9 @@ class FrontOptions:
         "private key of the certificate, PEM; none goes with no certificate", default=None
     )
     connections_max: int = option(
-        "connections of clients at once; one more is closed", default=4096, at_least=1
+        "connections of clients at once; one more takes the place of the oldest that rests, if any",
+        default=4096,
+        at_least=1,
     )
     header_bytes_max: ByteSize = option(
         "size of a request's head", default=_HEADER_BYTES_MAX, at_least=1024, at_most=1 << 20
