@@ -155,7 +155,7 @@ class Front:
     def _end_a_resting_one(self) -> bool:
         """Make room for another: or whoever keeps connections open would keep all others out.
 
-        The oldest is looked at first. Who has a request goes behind all others.
+        The oldest is looked at first, hypercorn's last. Who has a request goes behind all others.
         """
         for connection in list(islice(self._connections, _LOOKED_AT_MAX)):
             if connection.is_resting:
@@ -163,7 +163,7 @@ class Front:
                 connection.abort()
                 return True
             self._connections[connection] = self._connections.pop(connection)
-        return False
+        return self._hypercorn.end_a_resting_one(_LOOKED_AT_MAX)
 
     def _held_no_more(self) -> None:
         self._num_held -= 1

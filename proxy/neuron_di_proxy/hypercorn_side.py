@@ -8,6 +8,7 @@ is written for a client that reads nothing. These are bounded here.
 import asyncio
 import logging
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from hypercorn.asyncio.lifespan import Lifespan
@@ -110,6 +111,15 @@ class HypercornSide:
         for held in list(self._held.values()):
             if at_s >= held.deadline_s:
                 held.abort()
+
+    def end_a_resting_one(self, looked_at_max: int) -> bool:
+        """End the oldest connection without a request; of so many. Who has one goes behind."""
+        for task, held in list(islice(self._held.items(), looked_at_max)):
+            if held.deadline_s != NEVER:
+                held.abort()
+                return True
+            self._held[task] = self._held.pop(task)
+        return False
 
 
 class _Held(TCPServer):

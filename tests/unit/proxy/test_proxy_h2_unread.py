@@ -8,10 +8,11 @@ import h2.connection
 import h2.events
 import h2.settings
 import pytest
-from raw_http import RawClient
+from raw_http import RawClient, post
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, play_prefill, token
 
+from neuron_di.config import FrontOptions
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.hypercorn_side import _Buffer
 
@@ -92,6 +93,26 @@ async def test_who_reads_slowly_gets_all(playing):
         content = (await Client(raw).text(window=3000)).decode()
     assert content.endswith("data: [DONE]\n\n")
     assert [text in content for text in texts] == [True] * len(texts)
+
+
+async def test_b06_connections_that_rest_keep_nobody_out(stack, playing):
+    front = FrontOptions(connections_max=4)
+    records = playing.proxy.directory.records
+    proxy = await stack.enter_async_context(
+        RunningProxy(ProxyConfig(limits=AT_ONCE, front=front), records)
+    )
+    raws = []
+    for _ in range(8):
+        raws.append(raw := await stack.enter_async_context(RawClient(proxy.address)))
+        client = Client(raw)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await client.text(window=3000)).endswith(b"data: [DONE]\n\n")
+    async with asyncio.timeout(PATIENCE_S):
+        while await raws[0].reader.read(65536):
+            pass  # it ends
+    one_more = await stack.enter_async_context(RawClient(proxy.address))
+    one_more.send(post("/v1/completions", {"model": "tiny", "prompt": "hi"}))
+    assert (await one_more.response()).status == 200
 
 
 async def test_whoever_writes_waits_until_most_was_taken():
