@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,8 @@ def peer_process(
             yield PeerProcess(process)
         finally:
             process.kill()
+            with suppress(BrokenPipeError):  # an order that was cut off by a kill is in its buffer
+                process.stdin.close()
 
 
 def _to_lists(receive: Receive) -> dict[str, object]:
