@@ -30,6 +30,7 @@ from benchmarks.transfer_interference_report import (
 from benchmarks.transfer_mover import POOL_BYTES
 from benchmarks.transfer_process import LineProcess
 from benchmarks.transfer_steps import Step, model_steps
+from neuron_di.kv import KvIdentity
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.transfer_bench.control_link import ControlLink, make_key
 from neuron_di.transfer_bench.flags import KEY_VARIABLE
@@ -37,6 +38,7 @@ from neuron_di.transfer_bench.local_end import local_serving_end
 from neuron_di.transfer_bench.measuring_end import MeasuringEnd
 from neuron_di.transfer_bench.serving_end import ServingEnd
 from neuron_di.transfer_bench.shape import Shape
+from neuron_di.types import Incarnation, RequestId, WorkerId
 
 MODULE = "benchmarks.transfer_interference"
 ENGINES = ("shm", "tcp")
@@ -86,13 +88,27 @@ class Mover:
 
 
 def receiving(engine: str, shape: Shape, stack: ExitStack) -> Mover:
-    """Into this process, as a decode worker's transfers."""
+    """Into this process, as a decode worker's transfers: each is digested as one of those is."""
     end = MeasuringEnd(stack.enter_context(local_serving_end()))
     stack.callback(end.close)
     end.open_pools(shape, POOL_BYTES)
     end.connect(0, engine)
     end.move(0, shape.num_blocks, verify=True)
-    mover = Mover(lambda: end.move(0, shape.num_blocks, verify=False))
+    identity = KvIdentity(
+        worker_id=WorkerId("prefill-0"),
+        incarnation=Incarnation("a" * 32),
+        request_id=RequestId("request"),
+        attempt=0,
+        layout_digest=end.pool.layout.digest(),
+    )
+    num_tokens = shape.num_blocks * end.pool.layout.block_size
+    received = end.pool.block_ids()[: shape.num_blocks]  # as many as came, if not the same ones
+
+    def move() -> None:
+        end.move(0, shape.num_blocks, verify=False)
+        end.pool.digests(received, identity, num_tokens)
+
+    mover = Mover(move)
     stack.callback(mover.end)
     return mover
 

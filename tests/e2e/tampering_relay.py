@@ -27,8 +27,17 @@ Change = Callable[[Relayed], None]
 
 
 @asynccontextmanager
-async def relay(url: str, session: aiohttp.ClientSession, change: Change) -> AsyncIterator[str]:
-    """Serve what `url` serves, with `change` made to each answer to a request for tokens."""
+async def relay(
+    url: str,
+    session: aiohttp.ClientSession,
+    change: Change = lambda _: None,
+    *,
+    drops: str | None = None,
+) -> AsyncIterator[str]:
+    """Serve what `url` serves, with `change` made to each answer to a request for tokens.
+
+    A field that is called as `drops` says is taken out of each request that has it.
+    """
 
     async def handle(request: web.Request) -> web.Response:
         kept = {
@@ -37,6 +46,10 @@ async def relay(url: str, session: aiohttp.ClientSession, change: Change) -> Asy
             if name.lower() in ("content-type", "x-request-id", "authorization")
         }
         body = await request.read()
+        if drops is not None and body:
+            document = json.loads(body)
+            document.pop(drops, None)
+            body = json.dumps(document).encode()
         async with session.request(
             request.method, url + request.path, data=body or None, headers=kept
         ) as response:

@@ -285,10 +285,38 @@ async def test_what_is_spoilt_is_found(
 async def test_a_relay_that_changes_nothing_is_found_equal(pair: Client, probe: Probe) -> None:
     """So that it is the changes that are found."""
     names = sorted({spoilt[1] for spoilt in SPOILT})
-    async with relay(pair.url, pair.session, lambda _: None) as url:
+    async with relay(pair.url, pair.session) as url:
         results = await compare((pair.url, url), pair, probe, names)
     assert len(results) == len(names)
     assert findings(results) == []
+
+
+# Of these a rule or an endpoint's two answers tell that they were obeyed: (field, case).
+TOLD = [
+    ("max_tokens", "length-1"), ("max_completion_tokens", "chat-length-1"),
+    ("min_tokens", "min-tokens"), ("min_tokens", "min-tokens-certain"),
+    ("stop", "stop-later"), ("stop", "chat-stop"),
+    ("include_stop_str_in_output", "stop-included"),
+    ("stop_token_ids", "stop-token-id-certain"),
+    ("temperature", "n-3-greedy"), ("seed", "seed"),
+    ("top_k", "top-k-1"), ("top_p", "top-p-best"), ("min_p", "min-p-1"),
+    ("logit_bias", "logit-bias"), ("allowed_token_ids", "allowed-token-ids"),
+    ("n", "n-3"), ("truncate_prompt_tokens", "truncate-prompt"),
+    ("logprobs", "logprobs-1"), ("logprobs", "chat-logprobs"),
+    ("top_logprobs", "chat-top-logprobs"), ("return_token_ids", "return-token-ids"),
+    ("echo", "echo"), ("stream_options", "length-64"),
+    ("response_format", "format-json-schema"), ("structured_outputs", "structured-choice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "case"), TOLD)
+async def test_what_both_endpoints_drop_in_silence_is_found(
+    pair: Client, probe: Probe, field: str, case: str
+) -> None:
+    async with relay(pair.url, pair.session, drops=field) as url:
+        results = await compare((url, url), pair, probe, [case])
+    assert findings(results)
+    assert results[0].outcome in ("broken", "differs")
 
 
 def _as_others_do(relayed: Relayed) -> None:

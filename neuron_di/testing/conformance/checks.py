@@ -83,6 +83,28 @@ def num_generated_is(wanted: int) -> Check:
     return check
 
 
+def num_generated_at_least(wanted: int) -> Check:
+    """So many tokens or more, of all choices together."""
+
+    def check(body: Json, answer: Json) -> Iterator[Fault]:
+        found = (answer.get("usage") or {}).get("completion_tokens") or 0
+        if found < wanted:
+            yield Fault("$.usage.completion_tokens", f"is {found}, less than {wanted}")
+
+    return check
+
+
+def num_prompt_is(wanted: int) -> Check:
+    """So many tokens of the prompt were used."""
+
+    def check(body: Json, answer: Json) -> Iterator[Fault]:
+        found = (answer.get("usage") or {}).get("prompt_tokens")
+        if found != wanted:
+            yield Fault("$.usage.prompt_tokens", f"is {found}, not {wanted}")
+
+    return check
+
+
 def choices_differ(body: Json, answer: Json) -> Iterator[Fault]:
     """Seeds of their own: not all choices are the same."""
     if len({text_of(choice) for choice in answer["choices"]}) == 1:
@@ -90,9 +112,9 @@ def choices_differ(body: Json, answer: Json) -> Iterator[Fault]:
 
 
 def choices_are_equal(body: Json, answer: Json) -> Iterator[Fault]:
-    """Greedy choices of one prompt are the same."""
+    """Where only the best token may be drawn, all choices of a prompt are the same."""
     if len({text_of(choice) for choice in answer["choices"]}) != 1:
-        yield Fault("$.choices", "differ, although they are greedy")
+        yield Fault("$.choices", "differ, although only the best token may be drawn")
 
 
 def is_json(fits: Callable[[Any], bool]) -> Check:

@@ -13,7 +13,9 @@ from neuron_di.testing.conformance.checks import (
     has,
     ids_are_among,
     is_full_length,
+    num_generated_at_least,
     num_generated_is,
+    num_prompt_is,
 )
 
 _SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
@@ -34,6 +36,11 @@ def _later(probe: Probe) -> str:
     return probe.text[at + 2 : at + 6] or probe.text[-2:]
 
 
+def _biased(probe: Probe) -> dict[str, int]:
+    """Leaves nothing to draw but one token."""
+    return {str(probe.ids[0]): 100}
+
+
 def _word(probe: Probe) -> str:
     return probe.text.split()[0]
 
@@ -48,7 +55,10 @@ COMPLETION_CASES: tuple[Case, ...] = (
     completion("length-ignore-eos", "goes on behind an end-of-text token", ignore_eos=True,
                max_tokens=96, checks=(is_full_length, num_generated_is(96))),
     completion("min-tokens", "does not end before", min_tokens=6,
-               stop_token_ids=lambda probe: probe.ids[:1]),
+               stop_token_ids=lambda probe: probe.ids[:1], checks=(num_generated_at_least(6),)),
+    completion("min-tokens-certain", "where each token would be the end", min_tokens=6,
+               logit_bias=_biased, stop_token_ids=lambda probe: probe.ids[:1],
+               checks=(num_generated_at_least(6),)),
     # Stop.
     completion("stop-token-0", "a stop string that is the first token",
                stop=lambda probe: probe.token_0, checks=(ends_at_stop,)),
@@ -68,6 +78,9 @@ COMPLETION_CASES: tuple[Case, ...] = (
                stop=lambda probe: probe.text[-2:] + "\x00"),
     completion("stop-token-id", "a stop token", stop_token_ids=lambda probe: probe.ids[2:3],
                checks=(ends("stop", "length"),)),
+    completion("stop-token-id-certain", "a stop token that is sure to come", logit_bias=_biased,
+               stop_token_ids=lambda probe: probe.ids[:1],
+               checks=(ends("stop"), num_generated_is(1))),
     # Sampling.
     completion("seed", "a seeded draw", **_SAMPLED, max_tokens=16),
     completion("seed-negative", "any int64 is a seed", temperature=1.0, seed=-(1 << 63)),
@@ -75,6 +88,12 @@ COMPLETION_CASES: tuple[Case, ...] = (
     completion("top-k", "the k best", **_SAMPLED, top_k=5, max_tokens=16),
     completion("top-k-off", "-1 is off", **_SAMPLED, top_k=-1),
     completion("min-p", "relative to the best", **_SAMPLED, min_p=0.1, max_tokens=16),
+    completion("top-k-1", "the best alone", **_SAMPLED, top_k=1, n=3,
+               checks=(choices_are_equal,)),
+    completion("top-p-best", "a nucleus of one", **_SAMPLED, top_p=1e-6, n=3,
+               checks=(choices_are_equal,)),
+    completion("min-p-1", "none but the best is likely enough", **_SAMPLED, min_p=1.0, n=3,
+               checks=(choices_are_equal,)),
     completion("top-k-top-p-min-p", "all three", **_SAMPLED, top_k=20, top_p=0.9, min_p=0.02),
     completion("presence-penalty", "counts what was written", presence_penalty=1.5,
                max_tokens=32),
@@ -84,7 +103,7 @@ COMPLETION_CASES: tuple[Case, ...] = (
     completion("penalties-seeded", "all three, and a seed", **_SAMPLED, presence_penalty=0.5,
                frequency_penalty=0.5, repetition_penalty=1.1, max_tokens=32),
     completion("logit-bias", "one token only, the first too", return_token_ids=True,
-               logit_bias=lambda probe: {str(probe.ids[0]): 100}, checks=(follows_bias,)),
+               logit_bias=_biased, checks=(follows_bias,)),
     completion("allowed-token-ids", "some tokens only", **_SAMPLED, return_token_ids=True,
                allowed_token_ids=lambda probe: probe.ids, checks=(ids_are_among,)),
     completion("bad-words", "a word that is not written", bad_words=lambda probe: [_word(probe)],
@@ -116,7 +135,8 @@ COMPLETION_CASES: tuple[Case, ...] = (
     completion("prompt-long", "as long as --long-prompt-chars says",
                prompt=lambda probe: ("word " * probe.long_prompt_chars)[: probe.long_prompt_chars],
                max_tokens=2),
-    completion("truncate-prompt", "the last tokens only", truncate_prompt_tokens=3),
+    completion("truncate-prompt", "the last tokens only", truncate_prompt_tokens=3,
+               checks=(num_prompt_is(3),)),
     completion("add-special-tokens-off", "no token before the prompt", add_special_tokens=False),
     # Logprobs.
     completion("logprobs-0", "the chosen token's alone", logprobs=0, checks=(has("logprobs"),)),
