@@ -36,7 +36,7 @@ class FrontOptions:
         "private key of the certificate, PEM; none goes with no certificate", default=None
     )
     connections_max: int = option(
-        "connections of clients at once; one more takes the place of the oldest that rests, if any",
+        "connections of clients at once; one more takes the place of one that has long been idle",
         default=4096,
         at_least=1,
     )

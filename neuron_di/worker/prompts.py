@@ -26,6 +26,7 @@ from neuron_di.worker.rule_thread import RuleThread
 
 # JSON of one prompt. Longer ones are read one at a time: a tokenizer needs up to 200 times that.
 LONG_BYTES = 256 << 10
+BRACKETS_MAX = 1 << 20  # of lists and objects, and those in their texts
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -164,7 +165,6 @@ class PromptReader:
 
     def _read_chat(self, raw_messages: msgspec.Raw, options: PromptOptions) -> ReadPrompt:
         messages = _decoded(raw_messages, "messages")
-        _refuse_doubles(raw_messages, "messages")  # the proxy has looked at all else
         extras = ChatExtras(
             tools=_decoded(options.tools, "tools"),
             documents=_decoded(options.documents, "documents"),
@@ -207,21 +207,27 @@ def _shortened(prompt: ReadPrompt, keep: int | None) -> ReadPrompt:
     return ReadPrompt(prompt.token_ids[-keep:], None, prompt.begins_in_reasoning)
 
 
-def _refuse_doubles(raw: msgspec.Raw, param: str) -> None:
+def _refuse_doubles(raw: bytes, param: str) -> None:
     """Raise BadRequest where a name comes twice in an object: nobody knows which is meant."""
 
     def look(members: list[tuple[str, object]]) -> None:
         if len({name for name, _ in members}) < len(members):
             raise BadRequest(f"an object in {param} has a name twice", param=param)
 
-    try:
-        json.loads(bytes(raw), object_pairs_hook=look, parse_int=len, parse_float=len)
-    except RecursionError as error:
-        raise BadRequest(f"{param} is not valid JSON: {error}", param=param) from None
+    json.loads(raw, object_pairs_hook=look, parse_int=len, parse_float=len)
 
 
 def _decoded(raw: msgspec.Raw, param: str) -> Any:
+    """The value of a client's JSON. BadRequest where it is none, names something twice, or is so
+    much that other requests would wait for it: it is read with the interpreter's lock."""
+    text = bytes(raw)
+    is_text = text[:1] == b'"'
+    if not is_text and text.count(b"[") + text.count(b"{") > BRACKETS_MAX:
+        raise BadRequest(f"{param} has more than {BRACKETS_MAX} brackets", param=param)
     try:
-        return msgspec.json.decode(raw)
+        value = msgspec.json.decode(text)
+        if isinstance(value, dict | list) and b"{" in text:
+            _refuse_doubles(text, param)
+        return value
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"{param} is not valid JSON: {error}", param=param) from None

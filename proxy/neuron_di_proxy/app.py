@@ -15,12 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
-from hypercorn.typing import (
-    ASGIReceiveCallable,
-    ASGISendCallable,
-    ASGISendEvent,
-    WebsocketScope,
-)
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, WebsocketScope
 from msgspec import structs
 from quart import Quart, Request, Response
 from quart import request as current_request
@@ -51,6 +46,7 @@ from neuron_di_proxy.quart_reply import QuartReply
 from neuron_di_proxy.refusal import Refusal, refusal_of
 from neuron_di_proxy.request_head import check_headers
 from neuron_di_proxy.request_id import fresh_id
+from neuron_di_proxy.response_pieces import pieces_of
 from neuron_di_proxy.route import ModelNotFound
 from neuron_di_proxy.service import Exchange, Service, client_id_of
 from neuron_di_proxy.siblings import Siblings
@@ -72,6 +68,7 @@ class ProxyRequest(Request):
     """An HTTP request with what must be undone when it ends, however it ends."""
 
     def __init__(self, method: str, scheme: str, path: str, *args: Any, **more: Any) -> None:
+        path = "/" + path.lstrip("/")  # as the router reads it
         self.bytes_max = body_bytes_max(method, path, more.pop("max_content_length"))
         super().__init__(method, scheme, path, *args, max_content_length=self.bytes_max, **more)
         self.cleanup = AsyncExitStack()
@@ -120,8 +117,9 @@ class ProxyConnection(ASGIHTTPConnection):
 
         async def send_in_time(event: ASGISendEvent) -> None:
             # Raises TimeoutError, which ends the response, where the client does not read.
-            async with asyncio.timeout(send_timeout_s):
-                await send(event)
+            for piece in pieces_of(event):  # a slow one has that time for each
+                async with asyncio.timeout(send_timeout_s):
+                    await send(piece)
 
         async with request.cleanup:
             await super().handle_request(request, send_in_time)

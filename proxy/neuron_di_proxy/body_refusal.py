@@ -30,6 +30,10 @@ class BodyLate(ClientError):
     code = "request_timeout"
 
 
+class HeadLate(BodyLate):
+    """Raised when a client has not sent a request's head in time."""
+
+
 def body_bytes_max(method: str, path: str, bytes_max: int) -> int:
     """How much of a body a route takes: of those for tokens as much as any, `bytes_max`.
 
@@ -47,6 +51,10 @@ def body_too_large(bytes_max: int) -> TooLarge:
 
 def body_late(timeout_s: float) -> BodyLate:
     return BodyLate(f"the request's body was not there after {timeout_s:g} s")
+
+
+def head_late(timeout_s: float) -> HeadLate:
+    return HeadLate(f"the request's head was not there after {timeout_s:g} s")
 
 
 def check_body_form(headers: Mapping[str, str]) -> None:

@@ -29,6 +29,14 @@ class ConnectionOwner(Protocol):
         """A connection is over."""
         ...
 
+    def begins(self, connection: "FrontConnection") -> None:
+        """A request's head has come."""
+        ...
+
+    def rests(self, connection: "FrontConnection") -> None:
+        """Its response is written, and the next request may come."""
+        ...
+
     def let_answer(self, connection: "FrontConnection") -> None:
         """Call `begin_answer` of the connection, now or in its turn."""
         ...

@@ -55,7 +55,8 @@ class Front:
         self._counts = service.metrics.connections
         self._hypercorn = hypercorn
         self._tls = tls
-        self._connections: dict[FrontConnection, None] = {}  # in an order: see `_end_a_resting_one`
+        self._connections: dict[FrontConnection, None] = {}
+        self._resting: dict[FrontConnection, None] = {}  # without a request; since longest first
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._due: deque[FrontConnection] = deque()  # have a request that is to be started
@@ -112,7 +113,7 @@ class Front:
             self._counts.num_refused += 1
             if not self._end_a_resting_one():
                 return False
-        self._connections[connection] = None
+        self._connections[connection] = self._resting[connection] = None
         self._count_open()
         self._is_empty.clear()
         if self._stop_sweeping is None:
@@ -121,9 +122,16 @@ class Front:
 
     def left(self, connection: FrontConnection) -> None:
         self._connections.pop(connection, None)
+        self._resting.pop(connection, None)
         self._count_open()
         if not self._connections:
             self._is_empty.set()
+
+    def begins(self, connection: FrontConnection) -> None:
+        self._resting.pop(connection, None)
+
+    def rests(self, connection: FrontConnection) -> None:
+        self._resting[connection] = None
 
     def let_answer(self, connection: FrontConnection) -> None:
         if self._num_started == 0:
@@ -155,14 +163,15 @@ class Front:
     def _end_a_resting_one(self) -> bool:
         """Make room for another: or whoever keeps connections open would keep all others out.
 
-        The oldest is looked at first, hypercorn's last. Who has a request goes behind all others.
+        Who has rested for longest is looked at first, hypercorn's last. Who is not quiet yet goes
+        behind all others.
         """
-        for connection in list(islice(self._connections, _LOOKED_AT_MAX)):
+        for connection in list(islice(self._resting, _LOOKED_AT_MAX)):
             if connection.is_resting:
                 self.left(connection)
                 connection.abort()
                 return True
-            self._connections[connection] = self._connections.pop(connection)
+            self._resting[connection] = self._resting.pop(connection)
         return self._hypercorn.end_a_resting_one(_LOOKED_AT_MAX)
 
     def _held_no_more(self) -> None:

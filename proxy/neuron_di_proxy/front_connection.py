@@ -15,7 +15,7 @@ from typing import cast
 from neuron_di.clock import now_s
 from neuron_di.errors import NeuronDiError, TooLarge
 from neuron_di.obs import get_logger
-from neuron_di_proxy.body_refusal import BodyLate, body_bytes_max, body_late, check_body
+from neuron_di_proxy.body_refusal import body_bytes_max, body_late, check_body, head_late
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.chunked_body import ChunkedBody
 from neuron_di_proxy.connection_owner import ConnectionOwner
@@ -28,6 +28,7 @@ from neuron_di_proxy.send_deadline import SendDeadline
 from neuron_di_proxy.service import Exchange
 from neuron_di_proxy.sized_body import SizedBody
 from neuron_di_proxy.socket_reply import SocketReply
+from neuron_di_proxy.socket_rest import is_quiet, unsent_of
 from neuron_di_proxy.token_lane import Outlet, outlet_of
 
 PIPELINED_BYTES_MAX = 64 << 10  # of further requests, while one is answered
@@ -36,10 +37,6 @@ _EMPTY_LINES_MAX = 4  # before a request line
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 _log = get_logger(__name__)
-
-
-class HeadLate(BodyLate):
-    """Raised when a client has not sent a request's head in time."""
 
 
 class _State(Enum):
@@ -82,8 +79,7 @@ class FrontConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)  # uvloop's own class
-        tls = transport.get_extra_info("ssl_object")
-        self._is_tls = tls is not None
+        self._is_tls = (tls := transport.get_extra_info("ssl_object")) is not None
         self._outlet = outlet_of(transport)
         if not self._owner.joined(self):
             self._state = _State.GONE
@@ -170,13 +166,14 @@ class FrontConnection(asyncio.Protocol):
 
     @property
     def is_resting(self) -> bool:
-        """Whether nothing is under way, either way."""
-        return self._state is _State.HEAD and not (self._received or self.num_unsent)
+        """Whether nothing is under way, either way, and has not been for a while."""
+        is_waiting = self._state is _State.HEAD and not (self._received or self.num_unsent)
+        return is_waiting and is_quiet(self._transport)
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that were written, and that the client has not taken."""
-        return self._transport.get_write_buffer_size()
+        """As `unsent_of`."""
+        return unsent_of(self._transport)
 
     def begin_answer(self) -> None:
         """Answer the request that has come, unless its client has left."""
@@ -240,15 +237,17 @@ class FrontConnection(asyncio.Protocol):
                 self._deadline_s = now_s() + self._options.header_timeout_s
             return
         head = read_head(bytes(received[:num_head_bytes]))
+        self._owner.begins(self)
         is_hot = head.method == "POST" and self._owner.takes_hot
         self._head = head
         del received[:num_head_bytes]
         self._open(head, HOT_PATHS.get(head.path) if is_hot else None)
 
     def _open(self, head: RequestHead, endpoint: Endpoint | None) -> None:
-        bytes_max = body_bytes_max(head.method, head.path, self._options.body_bytes_max)
+        bytes_max: int = self._options.body_bytes_max
         try:
             if endpoint is None:
+                bytes_max = body_bytes_max(head.method, head.route, bytes_max)
                 self._exchange = other = self._owner.open_other(head, self._transport)
                 other.check_key()
             else:
@@ -258,11 +257,11 @@ class FrontConnection(asyncio.Protocol):
             if not isinstance(error, NeuronDiError):
                 _log.exception("internal_error")
             refusal = self._refusal(error)
-            num_body_bytes = head.body_bytes
-            has_come = num_body_bytes is not None and num_body_bytes <= len(self._received)
+            num_bytes = head.body_bytes
+            has_come = num_bytes is not None and num_bytes <= len(self._received)
             is_read = has_come and not isinstance(error, TooLarge)
             if is_read:
-                del self._received[:num_body_bytes]
+                del self._received[:num_bytes]
             self._refuse(refusal, is_read=is_read)
             return
         received, num_bytes = self._received, head.body_bytes
@@ -337,7 +336,9 @@ class FrontConnection(asyncio.Protocol):
         if not is_read and not self._closes:
             self._closes = True
             headers.append(("connection", "close"))
-        reply.begin(refusal.status, headers, length=len(refusal.body), first=refusal.body)
+        body = refusal.body
+        first = b"" if self._head is not None and self._head.method == "HEAD" else body
+        reply.begin(refusal.status, headers, length=len(body), first=first)
         reply.end()
         if self._closes:
             self._leave(is_read=is_read)
@@ -350,6 +351,7 @@ class FrontConnection(asyncio.Protocol):
         self._head = None
         self._is_idle = True
         self._deadline_s = now_s() + self._options.keep_alive_s
+        self._owner.rests(self)
         if self._received or self._is_paused:
             self._loop.call_soon(self._go_on)
 
@@ -380,8 +382,7 @@ class FrontConnection(asyncio.Protocol):
         if self._state is _State.BODY:
             self._refuse(self._refusal(body_late(self._options.body_timeout_s)), is_read=False)
         elif self._state is _State.HEAD and self._received and not self._is_full:
-            timeout_s = self._options.header_timeout_s
-            late = HeadLate(f"the request's head was not there after {timeout_s:g} s")
+            late = head_late(self._options.header_timeout_s)
             self._refuse(self._refusal(late), is_read=False)
         elif self._state is not _State.ANSWERING:
             self._transport.abort()

@@ -1,21 +1,25 @@
 """HTTP/2: hypercorn serves the Quart application on connections that the front gives it.
 
 hypercorn keeps a connection until it ends. It does not bound the time until a first request, and
-what a client sends between two requests (a PING is enough) makes it wait on. And it takes all that
-is written for a client that reads nothing. These are bounded here.
+what a client sends between two requests (a PING is enough) makes it wait on. It takes all that is
+written for a client that reads nothing. These are bounded here. And a response that was broken off
+ends its stream with an error, where hypercorn would say nothing.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+from h2.errors import ErrorCodes
+from h2.exceptions import ProtocolError
 from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import Event, Updated
+from hypercorn.events import Event, RawData, Updated
 from hypercorn.protocol.h2 import (
     BUFFER_HIGH_WATER,
     BUFFER_LOW_WATER,
@@ -26,11 +30,14 @@ from hypercorn.protocol.h2 import (
 from hypercorn.typing import ASGIFramework, LifespanState
 from hypercorn.typing import Event as IOEvent
 from hypercorn.utils import wrap_app
+from priority.priority import MissingStreamError
 
 from neuron_di.clock import now_s
 from neuron_di.config import FrontOptions
 from neuron_di.obs import get_logger
 from neuron_di_proxy.front_sweep import NEVER
+from neuron_di_proxy.send_deadline import SendDeadline
+from neuron_di_proxy.socket_rest import is_quiet, unsent_of
 
 _REQUESTS_MAX = 1 << 30  # of a connection: hypercorn's own 1000 would end busy ones
 
@@ -40,8 +47,9 @@ _log = get_logger(__name__)
 class HypercornSide:
     """Serves connections that are handed over, while entered through `start` and `stop`."""
 
-    def __init__(self, app: ASGIFramework, options: FrontOptions) -> None:
+    def __init__(self, app: ASGIFramework, options: FrontOptions, send_timeout_s: float) -> None:
         self.app = app
+        self._send_timeout_s = send_timeout_s
         self._loop = asyncio.get_running_loop()
         self._options = options
         self._config = config = _config(options)
@@ -50,6 +58,7 @@ class HypercornSide:
         self._state: LifespanState = {}
         self._lifespan = Lifespan(self._app, config, self._loop, self._state)
         self._held: dict[asyncio.Task[None], _Held] = {}
+        self._resting: dict[_Held, None] = {}  # without a request; since longest first
 
     async def start(self) -> None:
         """Start the application. Raises what its start-up raises."""
@@ -90,6 +99,8 @@ class HypercornSide:
             reader,
             writer,
             options=self._options,
+            send_timeout_s=self._send_timeout_s,
+            resting=self._resting,
         )
         if received:
             reader.feed_data(received)
@@ -99,6 +110,7 @@ class HypercornSide:
 
         def ended(task: asyncio.Task[None]) -> None:
             del self._held[task]
+            self._resting.pop(held, None)
             error = None if task.cancelled() else task.exception()
             if error is not None:
                 _log.exception("connection_failed", raised=error)
@@ -109,27 +121,75 @@ class HypercornSide:
     def sweep(self, at_s: float) -> None:
         """End connections whose client takes too long to begin a request."""
         for held in list(self._held.values()):
-            if at_s >= held.deadline_s:
-                held.abort()
+            held.sweep(at_s)
 
     def end_a_resting_one(self, looked_at_max: int) -> bool:
-        """End the oldest connection without a request; of so many. Who has one goes behind."""
-        for task, held in list(islice(self._held.items(), looked_at_max)):
-            if held.deadline_s != NEVER:
+        """End whoever has been without a request for longest; of so many. Who is not quiet yet
+        goes behind."""
+        for held in list(islice(self._resting, looked_at_max)):
+            del self._resting[held]
+            if is_quiet(held.writer.transport):
+                held.say_goodbye()
                 held.abort()
                 return True
-            self._held[task] = self._held.pop(task)
+            self._resting[held] = None
         return False
 
 
 class _Held(TCPServer):
-    """hypercorn's connection. `deadline_s` is when the next request must have come, whole head."""
+    """hypercorn's connection. It is among `resting` while it has no request."""
 
-    def __init__(self, *of_hypercorn: Any, options: FrontOptions) -> None:
+    def __init__(
+        self,
+        *of_hypercorn: Any,
+        options: FrontOptions,
+        send_timeout_s: float,
+        resting: dict["_Held", None],
+    ) -> None:
         super().__init__(*of_hypercorn)
-        self.deadline_s = now_s() + options.header_timeout_s
+        self._deadline_s = now_s() + options.header_timeout_s  # for the next request's whole head
+        self._send_deadline = SendDeadline(send_timeout_s)
         self._keep_alive_s = options.keep_alive_s
         self._is_gone = False
+        self._resting = resting
+        resting[self] = None
+
+    def sweep(self, at_s: float) -> None:
+        if self._deadline_s == NEVER:
+            protocol = self.protocol.protocol
+            # Of a stream that its client has reset, and of one that hypercorn has refused by
+            # itself, it does not say that it is over.
+            if isinstance(protocol, H2Protocol) and all(
+                stream.closed for stream in protocol.streams.values()
+            ):
+                self._rest(at_s)
+            return
+        num_unsent = unsent_of(self.writer.transport)
+        self._send_deadline.see(num_unsent, at_s)
+        if num_unsent:  # who still reads a response is not idle
+            self._deadline_s = max(self._deadline_s, at_s + self._keep_alive_s)
+        if at_s >= min(self._deadline_s, self._send_deadline.at_s):
+            self.abort()
+
+    def say_goodbye(self) -> None:
+        """Tell the client that it may send elsewhere what it sends now."""
+        protocol = self.protocol.protocol
+        if isinstance(protocol, H2Protocol):
+            with suppress(ProtocolError):
+                protocol.connection.close_connection()
+                self.writer.write(protocol.connection.data_to_send())
+
+    def abort(self) -> None:
+        self.writer.transport.abort()
+
+    def _rest(self, at_s: float) -> None:
+        self._deadline_s = at_s + self._keep_alive_s
+        self._resting[self] = None
+
+    def _work(self) -> None:
+        self._deadline_s = NEVER
+        self._send_deadline.end()
+        self._resting.pop(self, None)
 
     async def _read_data(self) -> None:
         await super()._read_data()
@@ -144,23 +204,39 @@ class _Held(TCPServer):
         # Before, hypercorn takes HTTP/2's preface for a request of HTTP/1.1.
         if isinstance(protocol, H2Protocol):
             if not isinstance(protocol.streams, _Streams):
-                protocol.streams = _Streams(protocol.streams)
+                protocol.streams = _Streams(protocol)
                 protocol.stream_buffers = _Buffers(self.context.event_class)
             if isinstance(event, Updated):
-                self.deadline_s = now_s() + self._keep_alive_s if event.idle else NEVER
+                if event.idle:
+                    self._rest(now_s())
+                else:
+                    self._work()
+                if reset := protocol.connection.data_to_send():  # by `_Streams`
+                    await super().protocol_send(RawData(data=reset))
         await super().protocol_send(event)
-
-    def abort(self) -> None:
-        self.deadline_s = NEVER
-        self.writer.transport.abort()
 
 
 class _Streams(dict[int, Any]):
     """hypercorn's streams. A request that is refused early may still send its body: it is dropped,
     where hypercorn would end the connection with a KeyError."""
 
+    def __init__(self, protocol: H2Protocol) -> None:
+        super().__init__(protocol.streams)
+        self._protocol = protocol
+
     def __missing__(self, _: int) -> "_EndedStream":
         return _EndedStream()
+
+    def pop(self, stream_id: int, *default: Any) -> Any:
+        """The stream is over, for whatever reason. What was not sent of it never will be."""
+        buffer = self._protocol.stream_buffers.get(stream_id)
+        if isinstance(buffer, _Buffer) and not buffer.complete:
+            buffer.drop()
+            with suppress(ProtocolError):  # as where the client has reset it itself
+                self._protocol.connection.reset_stream(stream_id, ErrorCodes.INTERNAL_ERROR)
+            with suppress(MissingStreamError):
+                self._protocol.priority.unblock(stream_id)  # hypercorn's sender forgets it then
+        return super().pop(stream_id, *default)
 
 
 class _Buffers(dict[int, StreamBuffer]):
@@ -178,6 +254,11 @@ class _Buffer(StreamBuffer):
     """hypercorn's lets whoever writes go on each time that its sender looks, also where the
     client's window takes nothing. Here who writes waits until most was taken, and `send_in_time`
     of `app.py` bounds that."""
+
+    def drop(self) -> None:
+        """Nothing of it is to be sent any more."""
+        self._complete = True
+        self.buffer.clear()
 
     async def push(self, data: bytes) -> None:
         if self._complete:

@@ -8,7 +8,6 @@ Next: proxy/neuron_di_proxy/app.py
 
 import asyncio
 from typing import Any, cast
-from urllib.parse import unquote
 
 from hypercorn.typing import ASGIFramework
 
@@ -31,11 +30,11 @@ class QuartExchange:
         self._head = head
         self._transport = transport
         # The application opens an exchange of its own for these, and counts what it refuses.
-        self._is_hot = head.method == "POST" and head.path in HOT_PATHS
+        self._is_hot = head.method == "POST" and head.route in HOT_PATHS
 
     def check_key(self) -> None:
         """Refuse by the head alone, before a body is read. Raises Unauthorized or Forbidden."""
-        authorize(self._service.keys, self._head.path, self._head.headers)
+        authorize(self._service.keys, self._head.route, self._head.headers)
 
     async def answer(self, body: bytes, reply: Reply) -> None:
         """Let the application answer. Cancelling tells it that the client has left."""
@@ -68,7 +67,7 @@ class QuartExchange:
             "http_version": head.version,
             "method": head.method,
             "scheme": "http" if transport.get_extra_info("ssl_object") is None else "https",
-            "path": unquote(head.path),
+            "path": head.route,
             "raw_path": head.path.encode("latin-1"),
             "query_string": b"",  # no route has one
             "root_path": "",

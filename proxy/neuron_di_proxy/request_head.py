@@ -11,6 +11,7 @@ with a key in any other place than those values is not kept.
 import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
+from urllib.parse import unquote
 
 import httptools
 
@@ -51,6 +52,11 @@ class RequestHead(NamedTuple):
     body_bytes: int | None  # None: chunked
     keeps_alive: bool
     wants_continue: bool
+
+    @property
+    def route(self) -> str:
+        """The path as routes are named: any other way to write it means the same."""
+        return "/" + unquote(self.path).lstrip("/")
 
 
 class _Fields:
@@ -155,13 +161,21 @@ def parse_head(raw: bytes) -> RequestHead:
         raise BadRequest("the header Host is missing")
     return RequestHead(
         method=parser.get_method().decode("ascii"),
-        path=fields.target.partition(b"?")[0].decode("latin-1"),
+        path=_path_of(fields.target),
         version=version,
         headers=headers,
         body_bytes=_body_bytes(headers, version),
         keeps_alive=version == "1.1" and "close" not in _tokens(headers.get("connection")),
         wants_continue=version == "1.1" and "expect" in headers,
     )
+
+
+def _path_of(target: bytes) -> str:
+    """Without the query. Who is named in an absolute form (RFC 9112, 3.2.2) has no meaning here."""
+    path = target.partition(b"?")[0].decode("latin-1")
+    if not path.startswith("/") and "://" in path:
+        path = "/" + path.partition("://")[2].partition("/")[2]
+    return path
 
 
 def check_headers(raw: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -103,7 +103,9 @@ async def serve(
         Service(config, directory) as service,
         Siblings(service, place) as siblings,
     ):
-        hypercorn = HypercornSide(create_app(service, siblings), config.front)
+        hypercorn = HypercornSide(
+            create_app(service, siblings), config.front, service.limits.send_timeout_s
+        )
         front = Front(service, hypercorn, tls, takes_hot=takes_hot)
         await hypercorn.start()
         await front.start(sock)

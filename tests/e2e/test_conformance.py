@@ -1,12 +1,13 @@
 """The differential suite: ours disaggregated equals ours combined, and no spoilt answer passes."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from conformance_kit import LONG_PROMPT_CHARS, compare, findings
 from openai_kit import Client
 from process_kit import run, running_fleet
 from tampering_relay import (
@@ -28,17 +29,13 @@ from neuron_di.testing.conformance import (
     CASES,
     Endpoint,
     Probe,
-    Result,
     Rules,
     choose,
     learn,
-    run_cases,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-EXACT = Rules(logprob_tolerance=0.0, is_strict=True)
-LONG_PROMPT_CHARS = 4_000  # as much as the model's context holds
 # What this server does not do, or its model's template cannot. Each is refused by name.
 REFUSED = {
     "beam-search", "cache-salt", "chat-documents", "chat-echo", "chat-functions", "chat-image",
@@ -64,30 +61,6 @@ async def combined(tiny_tales: Path) -> AsyncIterator[Client]:
 async def probe(pair: Client) -> Probe:
     endpoint = Endpoint("A", pair.url, pair.session)
     return await learn(endpoint, long_prompt_chars=LONG_PROMPT_CHARS)
-
-
-async def compare(
-    urls: Sequence[str], client: Client, probe: Probe, patterns: list[str], rules: Rules = EXACT
-) -> list[Result]:
-    endpoints = [
-        Endpoint(side, url, client.session, model=client.model)
-        for side, url in zip(("A", "B"), urls, strict=True)
-    ]
-    return await run_cases(choose(patterns), endpoints, [probe, probe], rules)
-
-
-def findings(results: Sequence[Result]) -> list[str]:
-    """All that was found, a line each."""
-    lines: list[str] = []
-    for result in results:
-        lines += [
-            f"{result.case.name}: {label} {' '.join(fault)}" for label, fault in result.faults
-        ]
-        lines += [
-            f"{result.case.name}: {left}/{right} {found.path} {found.left!r} {found.right!r}"
-            for left, right, found in result.differences
-        ]
-    return lines
 
 
 async def test_two_workers_answer_as_one_does(pair: Client, combined: Client, probe: Probe) -> None:
@@ -289,34 +262,6 @@ async def test_a_relay_that_changes_nothing_is_found_equal(pair: Client, probe: 
         results = await compare((pair.url, url), pair, probe, names)
     assert len(results) == len(names)
     assert findings(results) == []
-
-
-# Of these a rule or an endpoint's two answers tell that they were obeyed: (field, case).
-TOLD = [
-    ("max_tokens", "length-1"), ("max_completion_tokens", "chat-length-1"),
-    ("min_tokens", "min-tokens"), ("min_tokens", "min-tokens-certain"),
-    ("stop", "stop-later"), ("stop", "chat-stop"),
-    ("include_stop_str_in_output", "stop-included"),
-    ("stop_token_ids", "stop-token-id-certain"),
-    ("temperature", "n-3-greedy"), ("seed", "seed"),
-    ("top_k", "top-k-1"), ("top_p", "top-p-best"), ("min_p", "min-p-1"),
-    ("logit_bias", "logit-bias"), ("allowed_token_ids", "allowed-token-ids"),
-    ("n", "n-3"), ("truncate_prompt_tokens", "truncate-prompt"),
-    ("logprobs", "logprobs-1"), ("logprobs", "chat-logprobs"),
-    ("top_logprobs", "chat-top-logprobs"), ("return_token_ids", "return-token-ids"),
-    ("echo", "echo"), ("stream_options", "length-64"),
-    ("response_format", "format-json-schema"), ("structured_outputs", "structured-choice"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("field", "case"), TOLD)
-async def test_what_both_endpoints_drop_in_silence_is_found(
-    pair: Client, probe: Probe, field: str, case: str
-) -> None:
-    async with relay(pair.url, pair.session, drops=field) as url:
-        results = await compare((url, url), pair, probe, [case])
-    assert findings(results)
-    assert results[0].outcome in ("broken", "differs")
 
 
 def _as_others_do(relayed: Relayed) -> None:

@@ -6,6 +6,8 @@ import logging
 
 import aiohttp
 import pytest
+from h2_client import H2Client
+from raw_http import RawClient, get
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import ScriptedWorker, finished, play_decode, play_prefill, token
 
@@ -300,3 +302,28 @@ async def test_overload_is_answered_and_nothing_is_left(stack):
             assert document["error"]["code"] == "over_capacity"
     assert await proxy.num_running() == 0
     assert (await proxy.post("/v1/completions", **BODY))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/live", 200), ("//live", 200), ("/%6cive", 200), ("//metrics", 401), ("/%6detrics", 401)],
+)
+async def test_however_a_route_is_written_it_asks_for_as_much_of_a_key(exposed, path, status):
+    """Over HTTP/1.1 as over HTTP/2."""
+    async with RawClient(exposed.proxy.address) as raw, RawClient(exposed.proxy.address) as other:
+        raw.send(get(path))
+        assert (await raw.response()).status == status
+        client = H2Client(other)
+        client.ask(1, path)
+        await client.until_over(1)
+        assert client.statuses == {1: status}
+
+
+async def test_what_is_refused_to_head_has_no_body(exposed):
+    """It would be taken for the beginning of the next response."""
+    async with RawClient(exposed.proxy.address) as raw:
+        raw.send(get("/metrics").replace(b"GET", b"HEAD") + get("/live"))
+        status_line, headers = await raw.read_head()
+        assert status_line.split()[1] == "401"
+        assert int(dict(headers)["content-length"]) > 0
+        assert (await raw.response()).status == 200

@@ -79,6 +79,9 @@ def server_errors():
         ("worker d1 at 10.1.2.3:7000 is gone", "worker d1 at (hidden) is gone"),
         ("no answer from tcp://10.1.2.3:7000 within 3 s", "no answer from (hidden) within 3 s"),
         ("at [fd00::1:2]:7000, it is silent", "at (hidden), it is silent"),
+        ("d1 is not at fd00::7:7000: another is", "d1 is not at (hidden): another is"),
+        ("at ::1, or at fd00:1:2:3:4:5:6:7", "at (hidden), or at (hidden)"),
+        ("connect to ipv6:%5Bfd00::1%5D:7000: refused", "connect to (hidden) refused"),
         ("no link at worker.internal:7000: refused", "no link at (hidden): refused"),
         ("ask http://worker.internal/status?x=1", "ask (hidden)"),
         ("cannot map /proc/71/fd/9: denied", "cannot map (hidden): denied"),
@@ -97,6 +100,7 @@ def test_b28_a_failure_of_ours_does_not_say_where_things_are(kind, message, kept
     [
         "no decode worker is ready for model 'org/name-7b': d2 is gone; d3 failed 5/5 times",
         "token 3 came at 12:05 where 4 was due",
+        "a limit of 3: 4 came; std::bad_alloc",
         "prefill and/or decode",
     ],
 )

@@ -16,6 +16,7 @@ from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import play_prefill, token
 
 from neuron_di.config import FrontOptions
+from neuron_di_proxy import socket_rest
 from neuron_di_proxy.config import ProxyConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy")
@@ -128,8 +129,9 @@ async def test_b05_a_body_that_comes_slowly_is_given_up(hurried):
     assert await hurried.num_running() == 0
 
 
-async def test_b06_idle_connections_keep_nobody_out(hurried):
+async def test_b06_idle_connections_keep_nobody_out(hurried, monkeypatch):
     """The oldest makes room."""
+    monkeypatch.setattr(socket_rest, "QUIET_S", 0.0)
     async with AsyncExitStack() as stack:
         raws = []
         for _ in range(3 * HURRIED.connections_max):
@@ -142,7 +144,8 @@ async def test_b06_idle_connections_keep_nobody_out(hurried):
             assert (await raw.response()).status == 200
 
 
-async def test_b06_who_has_a_request_is_not_ended_for_another(hurried):
+async def test_b06_who_has_a_request_is_not_ended_for_another(hurried, monkeypatch):
+    monkeypatch.setattr(socket_rest, "QUIET_S", 0.0)
     async with AsyncExitStack() as stack:
         request = post(PATH, WHOLE)
         raws = [

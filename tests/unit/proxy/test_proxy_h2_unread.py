@@ -13,6 +13,7 @@ from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, play_prefill, token
 
 from neuron_di.config import FrontOptions
+from neuron_di_proxy import socket_rest
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.hypercorn_side import _Buffer
 
@@ -95,7 +96,8 @@ async def test_who_reads_slowly_gets_all(playing):
     assert [text in content for text in texts] == [True] * len(texts)
 
 
-async def test_b06_connections_that_rest_keep_nobody_out(stack, playing):
+async def test_b06_connections_that_rest_keep_nobody_out(stack, playing, monkeypatch):
+    monkeypatch.setattr(socket_rest, "QUIET_S", 0.0)
     front = FrontOptions(connections_max=4)
     records = playing.proxy.directory.records
     proxy = await stack.enter_async_context(

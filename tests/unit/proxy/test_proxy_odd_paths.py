@@ -34,3 +34,14 @@ async def test_b24_a_model_is_a_name(playing, route, model):
         raw.send(post(route, {"model": model, "prompt": "hi"}))
         response = await raw.response()
         assert (response.status, response.error["code"]) == (404, "model_not_found")
+
+
+LARGE = {"model": "tiny", "prompt": "x" * 100_000}
+WRITTEN = ["/v1/completions", "//v1/completions", "/v1/%63ompletions", "http://b/v1/completions"]
+
+
+@pytest.mark.parametrize("path", WRITTEN)
+async def test_however_a_route_is_written_its_limits_are_the_same(playing, path):
+    async with RawClient(playing.proxy.address) as raw:
+        raw.send(post(path, LARGE))
+        assert (await raw.response()).status == 200

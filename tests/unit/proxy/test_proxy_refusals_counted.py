@@ -1,15 +1,19 @@
 """Whatever the proxy refuses shows in its metrics, whichever way the request came."""
 
+import asyncio
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from raw_http import RawClient, post
 from running_proxy import AT_ONCE, RunningProxy, until
 
 from neuron_di.config import FrontOptions
+from neuron_di_proxy import socket_rest
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.key_file import KeyRecord, make_key, write_key_file
 
 PATH = "/v1/completions"
+LATE_ACK_S = 0.3  # after which a client's kernel has said what it received
 WHOLE = {"model": "tiny", "prompt": "hi"}
 FRONT = FrontOptions(
     header_timeout_s=0.3, body_timeout_s=0.3, body_bytes_max=4096, connections_max=8
@@ -87,15 +91,19 @@ async def test_a_wrong_key_is_counted_once(playing, stack, tmp_path, takes_hot):
     assert await refused(proxy) == {"invalid_api_key": 1}
 
 
-async def test_connections_are_counted_open_and_refused(playing, stack):
+async def test_connections_are_counted_open_and_refused(playing, stack, monkeypatch):
+    monkeypatch.setattr(socket_rest, "QUIET_S", 0.0)
     config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(connections_max=3))
     records = playing.proxy.directory.records
     proxy = await stack.enter_async_context(RunningProxy(config, records))
     assert await connections(proxy) == (1, 0), "asked on one that rests then"
     request = post(PATH, WHOLE, "Connection: close")
-    busy = [await stack.enter_async_context(RawClient(proxy.address)) for _ in range(3)]
-    for raw in busy:  # the last of them takes the place of the resting one
-        raw.send(request[:-5])
+    busy = []
+    for _ in range(3):  # the last of them takes the place of the resting one
+        await asyncio.sleep(LATE_ACK_S)
+        busy.append(await stack.enter_async_context(RawClient(proxy.address)))
+        busy[-1].send(request[:-5])
+    await asyncio.sleep(LATE_ACK_S)
     for _ in range(3):
         async with RawClient(proxy.address) as raw:
             assert await raw.end() == b""

@@ -16,7 +16,7 @@ from neuron_di.testing import write_random_checkpoint
 from neuron_di.testing.checkpoints import TOOL_CHAT_TEMPLATE
 from neuron_di.wire import JSON_NULL, PrefillLeg, PromptOptions, encode_json, prefill_leg_decoder
 from neuron_di.wire.legs import REPORTED_LOGPROBS_MAX
-from neuron_di.worker.prompts import LONG_BYTES, PromptReader
+from neuron_di.worker.prompts import BRACKETS_MAX, LONG_BYTES, PromptReader
 
 CONTEXT = 3000
 ASK = {"role": "user", "content": "hi there"}
@@ -251,6 +251,30 @@ def test_a_message_has_each_name_once(reader: PromptReader, messages: bytes) -> 
     leg = leg_of([ASK], "chat")
     error = refusal(reader, msgspec.structs.replace(leg, prompt=msgspec.Raw(messages)))
     assert (error.param, error.message) == ("messages", "an object in messages has a name twice")
+
+
+@pytest.mark.parametrize("name", ["tools", "documents", "template_kwargs"])
+def test_so_has_whatever_else_a_template_is_given(reader: PromptReader, name: str) -> None:
+    given = msgspec.Raw(b'[{"a": 1, "b": {"c": 1, "c": 2}}]')
+    error = refusal(reader, leg_of([ASK], "chat", **{name: given}))
+    assert error.message.endswith("has a name twice")
+
+
+def test_what_would_take_long_to_read_is_refused_unread(
+    reader: PromptReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read with the interpreter's lock, and meanwhile the worker would do nothing else."""
+    many = b"[" + b"[]," * BRACKETS_MAX + b"[]]"
+    leg = leg_of([ASK], "chat")
+    monkeypatch.setattr(msgspec.json, "decode", None)
+    for given in (many, many.replace(b"[]", b"{}")):
+        error = refusal(reader, msgspec.structs.replace(leg, prompt=msgspec.Raw(given)))
+        assert error.message == f"messages has more than {BRACKETS_MAX} brackets"
+
+
+def test_brackets_of_a_text_are_text(reader: PromptReader) -> None:
+    text = "[" * (BRACKETS_MAX + 1)
+    assert "longer than" in refusal(reader, leg_of(text)).message
 
 
 @pytest.mark.parametrize(
