@@ -160,6 +160,12 @@ class Owner:
 
     def left(self, _: FrontConnection) -> None: ...
 
+    def begins(self, connection: FrontConnection) -> None:
+        """Nobody counts."""
+
+    def rests(self, connection: FrontConnection) -> None:
+        """Nobody needs room."""
+
     def let_answer(self, connection: FrontConnection) -> None:
         connection.begin_answer()
 
