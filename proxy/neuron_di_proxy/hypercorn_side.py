@@ -173,7 +173,8 @@ class _Held(TCPServer):
 
     def say_goodbye(self) -> None:
         """Tell the client that it may send elsewhere what it sends now."""
-        protocol = self.protocol.protocol
+        wrapper = getattr(self, "protocol", None)  # there is none before hypercorn has begun
+        protocol = None if wrapper is None else wrapper.protocol
         if isinstance(protocol, H2Protocol):
             with suppress(ProtocolError):
                 protocol.connection.close_connection()
