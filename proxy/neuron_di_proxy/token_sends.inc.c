@@ -17,10 +17,17 @@
 #include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <time.h>
 
 /* A helper wakes up in the time of some sends: 16 tokens were not sooner through, for a sixth more
  * CPU time. */
 enum { SHARED_MIN = 24 };
+
+/* Where the cores have other work, the helper may lose its own in mid-send, and the loop's thread
+ * waits for it. After a wait of so long, so many frames are sent without it. */
+enum { LATE_NS = 500 * 1000, ALONE_FRAMES = 200 };
+
+enum { KEPT_BYTES = 1 << 20 }; /* of memory, for the next frame */
 
 typedef struct {
     Outlet *outlet; /* these are owned */
@@ -46,6 +53,7 @@ static struct {
     atomic_bool are_open; /* for a helper that comes */
     atomic_size_t next;
     bool was_tried, is_there; /* the helper */
+    int num_alone;            /* frames to send without it */
 } share = {.working = PTHREAD_MUTEX_INITIALIZER};
 
 static int append_failure(PyObject *failures, uint64_t number, Lane *lane);
@@ -72,26 +80,25 @@ static void *help(void *nothing)
     return nothing;
 }
 
-/* Threads do not go along when a process is copied. */
-static void forget_helper(void)
+/* In a copy of the process: threads do not go along. */
+static void begin_anew(void)
 {
     pthread_mutex_init(&share.working, NULL);
     share.was_tried = share.is_there = false;
+    /* What was gathered is the original's to send. */
+    sends.num_gathered = sends.num_finished = sends.num_bytes = 0;
+    sends.are_made = false;
 }
 
 /* Starts the helper, once, where it may run beside this thread. It ends with the process. */
 static void start_helper(void)
 {
-    static bool is_told_of_copies;
     cpu_set_t cores;
     pthread_t thread;
     sigset_t all, before;
     share.was_tried = true;
     if (sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < 2)
         return;
-    if (!is_told_of_copies && pthread_atfork(NULL, NULL, forget_helper) != 0)
-        return;
-    is_told_of_copies = true;
     if (sem_init(&share.wake, 0, 0) != 0)
         return;
     sigfillset(&all); /* signals are for Python's threads */
@@ -104,6 +111,19 @@ static void start_helper(void)
     }
 }
 
+/* Until it has made the send that it has begun, if any. */
+static void wait_for_helper(void)
+{
+    struct timespec before, after;
+    clock_gettime(CLOCK_MONOTONIC, &before);
+    pthread_mutex_lock(&share.working);
+    pthread_mutex_unlock(&share.working);
+    clock_gettime(CLOCK_MONOTONIC, &after);
+    int64_t waited_ns = (after.tv_sec - before.tv_sec) * 1000000000LL + after.tv_nsec - before.tv_nsec;
+    if (waited_ns > LATE_NS)
+        share.num_alone = ALONE_FRAMES;
+}
+
 /* Makes the system calls of all that was gathered. Runs no Python. A helper that comes late finds
  * that they are not open any more, or helps with the next ones. */
 static void sends_make(void)
@@ -112,6 +132,10 @@ static void sends_make(void)
     if (is_shared && !share.was_tried)
         start_helper();
     is_shared = is_shared && share.is_there;
+    if (is_shared && share.num_alone > 0) {
+        share.num_alone--;
+        is_shared = false;
+    }
     atomic_store(&share.next, 0);
     if (is_shared) {
         atomic_store(&share.are_open, true);
@@ -120,8 +144,7 @@ static void sends_make(void)
     make_some_sends();
     if (is_shared) {
         atomic_store(&share.are_open, false);
-        pthread_mutex_lock(&share.working); /* until the helper has made the one that it has begun */
-        pthread_mutex_unlock(&share.working);
+        wait_for_helper();
     }
 }
 
@@ -202,9 +225,12 @@ static bool sends_gather(Lane *lane, uint64_t number, const char *data, size_t s
  * be given: those of a frame in whose relaying this one comes. May run Python. */
 static int sends_begin(size_t num_tokens, PyObject *failures, PyObject **outer)
 {
+    static bool is_told_of_copies;
     *outer = sends.failures;
     if (sends_flush() < 0)
         return -1;
+    if (!is_told_of_copies)
+        is_told_of_copies = pthread_atfork(NULL, NULL, begin_anew) == 0;
     if (num_tokens > sends.room) {
         Sending *gathered = PyMem_Realloc(sends.gathered, num_tokens * sizeof(Sending));
         if (gathered != NULL) {
@@ -212,7 +238,8 @@ static int sends_begin(size_t num_tokens, PyObject *failures, PyObject **outer)
             sends.room = num_tokens;
         }
     }
-    sends.failures = num_tokens >= SHARED_MIN && num_tokens <= sends.room ? failures : NULL;
+    bool is_gathered = num_tokens >= SHARED_MIN && num_tokens <= sends.room && is_told_of_copies;
+    sends.failures = is_gathered ? failures : NULL;
     return 0;
 }
 
@@ -223,6 +250,16 @@ static int sends_end(PyObject *outer)
     PyErr_Fetch(&type, &error, &traceback);
     int rc = sends_flush();
     sends.failures = outer;
+    if (sends.num_gathered == 0 && sends.bytes_room > KEPT_BYTES) {
+        PyMem_Free(sends.bytes);
+        sends.bytes = NULL;
+        sends.bytes_room = 0;
+    }
+    if (sends.num_gathered == 0 && sends.room * sizeof(Sending) > KEPT_BYTES) {
+        PyMem_Free(sends.gathered);
+        sends.gathered = NULL;
+        sends.room = 0;
+    }
     if (type != NULL) {
         PyErr_Clear();
         PyErr_Restore(type, error, traceback);

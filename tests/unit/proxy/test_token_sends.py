@@ -192,6 +192,26 @@ def test_nothing_is_kept(rigs):
     assert [(sys.getrefcount(rig.outlet), sys.getrefcount(lanes[0])) for rig in rigs] == before
 
 
+def test_a_copy_that_is_made_in_mid_frame_leaves_the_sends_to_the_original(rigs):
+    other = Rig()
+
+    def copy():
+        child = os.fork()
+        if child == 0:
+            frame = payload_of([(7, 0, 7, "child")])
+            is_right = relay_told(frame, {7: other.lane()}, 1.0) == NOTHING
+            os._exit(0 if is_right else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    lanes = lanes_of(rigs) | {40: acting(rigs[40], copy)}
+    assert relay_told(frame_of(rigs), lanes, 1.0) == NOTHING
+    for number, rig in enumerate(rigs):
+        wanted = b"" if number == 40 else chunk_of(event_of(f"{number}"))
+        assert rig.received() == wanted
+    assert other.received() == chunk_of(event_of("child"))
+    other.close()
+
+
 def test_in_a_copy_of_the_process(rigs):
     """Which has no second thread before it needs one."""
     relay_told(frame_of(rigs), lanes_of(rigs), 1.0)
