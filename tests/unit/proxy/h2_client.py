@@ -73,7 +73,8 @@ class H2Client:
     async def until_over(self, stream: int) -> None:
         """Read until this stream has ended, or was reset."""
         while stream not in self.ended | self.reset:
-            assert await self.hear(), "the connection ended before the stream"
+            if not await self.hear():
+                raise AssertionError("the connection ended before the stream")
 
     def _send(self) -> None:
         for stream, body in list(self._unsent.items()):
