@@ -3,9 +3,11 @@
 import ctypes
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,15 +82,24 @@ def test_progress_is_shown_while_it_compiles(run: Run, monkeypatch: pytest.Monke
         is_told.append(words)
         say(console, words)
 
+    def until_told_twice() -> None:
+        """The second of them was worded after now."""
+        before, give_up_s = len(is_told), time.monotonic() + 60
+        while sum("MiB so far" in words for words in is_told[before:]) < 2:
+            assert time.monotonic() < give_up_s
+            time.sleep(0.001)
+
     def slow(*arguments: object) -> None:
+        until_told_twice()
         compile_model(*arguments)
-        while sum("MiB so far" in words for words in is_told) < 2:
-            pass
+        until_told_twice()
 
     monkeypatch.setattr(compile_command.Console, "print", said)
     monkeypatch.setattr(neuron_compile, "compile_model", slow)
     assert run("compile")[0] == 0
-    assert is_told[0].startswith("compiling: 0 s, 0.")
+    told = [words for words in is_told if "MiB so far" in words]
+    assert re.fullmatch(r"compiling: \d+ s, 0\.0 MiB so far", told[0])
+    assert any(re.fullmatch(r"compiling: \d+ s, [1-9]\d*\.\d MiB so far", words) for words in told)
 
 
 def test_what_others_print_meanwhile_is_no_output(
