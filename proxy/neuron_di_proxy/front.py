@@ -111,7 +111,12 @@ class Front:
     def joined(self, connection: FrontConnection) -> bool:
         if self.num_connections >= self.options.connections_max:
             self._counts.num_refused += 1
-            if not self._end_a_resting_one():
+            try:
+                has_room = self._end_a_resting_one()
+            except Exception as error:  # a bug, and no reason to forget who wants to join
+                _log.exception("no_room_made", raised=error)
+                has_room = False
+            if not has_room:
                 return False
         self._connections[connection] = self._resting[connection] = None
         self._count_open()
@@ -153,9 +158,9 @@ class Front:
         self, connection: FrontConnection, transport: asyncio.Transport, received: bytes
     ) -> None:
         self.left(connection)
+        self._hypercorn.hold(transport, received, self._held_no_more)
         self._num_held += 1
         self._count_open()
-        self._hypercorn.hold(transport, received, self._held_no_more)
 
     def open_other(self, head: RequestHead, transport: asyncio.Transport) -> QuartExchange:
         return QuartExchange(self._hypercorn.app, self.service, head, transport)

@@ -62,6 +62,7 @@ class FrontConnection(asyncio.Protocol):
         self._is_full = False  # what was written is not being taken
         self._is_paused = False  # more was sent than is wanted now
         self._is_idle = False  # between two requests
+        self._has_all = False  # the client; until the next response begins
         self._is_tls = False
         self._has_eof = False
         self._has_surplus = False  # more was sent than is kept, while a request was answered
@@ -144,14 +145,13 @@ class FrontConnection(asyncio.Protocol):
 
     def sweep(self, at_s: float, silent_max: float) -> None:
         """Look whether a deadline has passed, and whether a stream is silent for too long."""
-        is_answered = self._state is _State.LEAVING or (
-            self._state is _State.HEAD and self._is_idle
-        )
-        if self._is_full or is_answered:
+        is_idle = self._state is _State.HEAD and self._is_idle
+        is_answered = is_idle or self._state is _State.LEAVING
+        if self._is_full or (is_answered and not self._has_all):
             num_unsent = self.num_unsent
+            self._has_all = num_unsent == 0
             self._send_deadline.see(num_unsent, at_s)
             if is_answered and num_unsent:  # who still reads a response is not idle
-                is_idle = self._state is _State.HEAD
                 wait_s = self._options.keep_alive_s if is_idle else LEAVING_TIMEOUT_S
                 self._deadline_s = max(self._deadline_s, at_s + wait_s)
         else:  # what was to be read has been: the next request has all its time
@@ -304,7 +304,7 @@ class FrontConnection(asyncio.Protocol):
         reply = SocketReply(
             self._transport, self._outlet, is_chunked=is_chunked, closes=self._closes
         )
-        reply.is_full = self._is_full
+        reply.is_full, self._has_all = self._is_full, False
         return reply
 
     def _answered(self, task: "asyncio.Task[None]") -> None:

@@ -8,18 +8,19 @@ ends its stream with an error, where hypercorn would say nothing.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 from h2.errors import ErrorCodes
+from h2.events import RequestReceived
 from h2.exceptions import ProtocolError
 from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import Event, RawData, Updated
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h2 import (
     BUFFER_HIGH_WATER,
     BUFFER_LOW_WATER,
@@ -112,7 +113,7 @@ class HypercornSide:
             del self._held[task]
             self._resting.pop(held, None)
             error = None if task.cancelled() else task.exception()
-            if error is not None:
+            if error is not None and not isinstance(error, OSError):  # which is the client's end
                 _log.exception("connection_failed", raised=error)
             on_end()
 
@@ -121,13 +122,19 @@ class HypercornSide:
     def sweep(self, at_s: float) -> None:
         """End connections whose client takes too long to begin a request."""
         for held in list(self._held.values()):
-            held.sweep(at_s)
+            try:
+                held.sweep(at_s)
+            except Exception as error:  # a bug, and no reason to keep no deadline any more
+                _log.exception("sweep_failed", raised=error)
+                held.abort()
 
     def end_a_resting_one(self, looked_at_max: int) -> bool:
         """End whoever has been without a request for longest; of so many. Who is not quiet yet
         goes behind."""
         for held in list(islice(self._resting, looked_at_max)):
             del self._resting[held]
+            if held.writer.transport.is_closing():  # its place is free in a moment
+                return True
             if is_quiet(held.writer.transport):
                 held.say_goodbye()
                 held.abort()
@@ -163,9 +170,8 @@ class _Held(TCPServer):
                 stream.closed for stream in protocol.streams.values()
             ):
                 self._rest(at_s)
-            return
         num_unsent = unsent_of(self.writer.transport)
-        self._send_deadline.see(num_unsent, at_s)
+        self._send_deadline.see(num_unsent, at_s)  # a busy one's, too: its streams share it
         if num_unsent:  # who still reads a response is not idle
             self._deadline_s = max(self._deadline_s, at_s + self._keep_alive_s)
         if at_s >= min(self._deadline_s, self._send_deadline.at_s):
@@ -189,7 +195,6 @@ class _Held(TCPServer):
 
     def _work(self) -> None:
         self._deadline_s = NEVER
-        self._send_deadline.end()
         self._resting.pop(self, None)
 
     async def _read_data(self) -> None:
@@ -207,14 +212,49 @@ class _Held(TCPServer):
             if not isinstance(protocol.streams, _Streams):
                 protocol.streams = _Streams(protocol)
                 protocol.stream_buffers = _Buffers(self.context.event_class)
+                protocol._create_stream = _served(protocol)  # type: ignore  # noqa: SLF001, PGH003
             if isinstance(event, Updated):
                 if event.idle:
                     self._rest(now_s())
                 else:
                     self._work()
-                if reset := protocol.connection.data_to_send():  # by `_Streams`
-                    await super().protocol_send(RawData(data=reset))
-        await super().protocol_send(event)
+                if reset := protocol.connection.data_to_send():  # by `_Streams`, or `_served`
+                    await self._write(reset)
+        if isinstance(event, RawData):
+            await self._write(event.data)
+        else:
+            await super().protocol_send(event)
+
+    async def _write(self, data: bytes) -> None:
+        """At once, where hypercorn waits for a lock before: who waits may be cancelled, and without
+        a frame of headers that was made all later ones of the connection would be read wrongly."""
+        try:
+            self.writer.write(data)
+            async with self.send_lock:
+                await self.writer.drain()
+        except (ConnectionError, RuntimeError):
+            await self.protocol.handle(Closed())
+
+
+def _served(protocol: H2Protocol) -> Callable[[RequestReceived], Coroutine[Any, Any, None]]:
+    """How `protocol` takes a request: whatever hypercorn would fail with ends that stream alone.
+
+    And those that hypercorn has refused by itself, which it would keep until the end, go then.
+    """
+    create = protocol._create_stream  # noqa: SLF001
+
+    async def take(request: RequestReceived) -> None:
+        for stream_id in [each for each, stream in protocol.streams.items() if stream.closed]:
+            protocol.streams.pop(stream_id)
+        fields = dict(request.headers)
+        method, path = fields[b":method"], fields.get(b":path")  # there is none in a plain CONNECT
+        if path is not None and path.isascii() and method.isascii():
+            await create(request)
+        else:
+            with suppress(ProtocolError):  # it is over
+                protocol.connection.reset_stream(request.stream_id, ErrorCodes.PROTOCOL_ERROR)
+
+    return take
 
 
 class _Streams(dict[int, Any]):

@@ -17,6 +17,7 @@ QUIET_S = 1.0
 _TIMES = struct.Struct("=44xI4xI")
 _TAKEN = struct.Struct("=120xQ")
 _UNSENT_MAX = 1 << 62
+_OVER = (OSError, ValueError)  # of a socket that is closed: uvloop's has no number then
 
 
 def is_quiet(transport: asyncio.WriteTransport) -> bool:
@@ -27,24 +28,23 @@ def is_quiet(transport: asyncio.WriteTransport) -> bool:
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TIMES.size)
         return min(_TIMES.unpack(info)) >= QUIET_S * 1000 and _num_queued(sock) == 0
-    except OSError:  # it is over
+    except _OVER:
         return True
 
 
 def unsent_of(transport: asyncio.WriteTransport) -> int:
     """0 when the client has all that was written, or will have without us. Otherwise a number that
-    falls with each byte that it takes."""
+    falls with each byte that it takes, whatever else is written."""
     num_unsent = transport.get_write_buffer_size()
-    if transport.get_extra_info("ssl_object") is None:
-        return num_unsent
+    is_tls = transport.get_extra_info("ssl_object") is not None
     sock = transport.get_extra_info("socket")
-    if sock is None:  # it is over
+    if sock is None or (num_unsent == 0 and not is_tls):
         return num_unsent
     try:
         if num_unsent == 0 and _num_queued(sock) == 0:
             return 0
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TAKEN.size)
-    except OSError:
+    except _OVER:
         return num_unsent
     (num_taken,) = _TAKEN.unpack(info)
     return _UNSENT_MAX - int(num_taken)

@@ -9,6 +9,9 @@
  * `sends_make` with the GIL. So no Python runs meanwhile, and no socket is closed. What Python is
  * needed for, as for bytes that a socket does not take, is done afterwards, by the loop's thread.
  *
+ * Demand: all lanes of a process are used from one thread, its event loop's. What is gathered is the
+ * process's, and frames nest, as those of two threads would not.
+ *
  * Promise: bytes keep their order. Of an outlet with bytes here (`is_queued`) whoever is about to
  * use it calls `sends_flush` first.
  */
