@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from neuron_di.errors import RemoteProtocolError
-from neuron_di.wire import Finished, Released, Token
+from neuron_di.wire import Finished, Released, Token, TokenLogprobs
 from neuron_di_proxy.workers import Hear, Said
 
 # Tokens that are kept of a leg that pauses. What says more floods us.
 KEPT_MAX = 4096
 TEXT_PER_TOKEN = 64  # characters; more text counts as more tokens
+_NUMBER_TEXT = 8  # what a number, or an alternative's few, count as: characters
 
 Side = Literal["prefill", "decode", "whole"]
 OnToken = Callable[[Token], None]
@@ -90,7 +91,7 @@ class Inbox:
         """Deal with what an ear heard, or keep it."""
         is_kept = ear.is_paused
         if is_kept:
-            ear.weight += 1 + (len(said.text) // TEXT_PER_TOKEN if isinstance(said, Token) else 0)
+            ear.weight += _weight_of(said)
             if ear.weight > KEPT_MAX:
                 self.lose(ear.side, RemoteProtocolError("a worker says more than can be kept"))
                 return
@@ -120,6 +121,22 @@ class Inbox:
         while self._due:
             self._deal(self._due.popleft())
         self._is_dealing = False
+
+
+def _weight_of(said: Said) -> int:
+    """What it counts as, in tokens."""
+    if not isinstance(said, Token):
+        return 1
+    num_characters = len(said.text)
+    candidates: list[TokenLogprobs | None] = [said.logprobs]
+    if said.prompt is not None:
+        candidates += said.prompt.logprobs or ()
+        num_characters += len(said.prompt.text) + _NUMBER_TEXT * len(said.prompt.token_ids)
+    for each in candidates:
+        if each is not None:
+            for one in (each.chosen, *each.top):
+                num_characters += _NUMBER_TEXT + len(one.text) + len(one.token_bytes)
+    return 1 + num_characters // TEXT_PER_TOKEN
 
 
 class _Ear:

@@ -1,9 +1,11 @@
 """What legs say is dealt with at once, in order, one at a time; tokens may take a short way."""
 
 import pytest
+from msgspec.structs import replace
 from scripted_worker import finished, parked, released, token
 
 from neuron_di.errors import PeerGone, RemoteProtocolError
+from neuron_di.wire import PromptReport, TokenLogprob, TokenLogprobs
 from neuron_di_proxy.inbox import KEPT_MAX, TEXT_PER_TOKEN, Heard, Inbox
 
 GONE = PeerGone("the worker is gone")
@@ -147,6 +149,37 @@ def test_a_leg_cannot_flood_an_inbox(pair, num_chars):
     assert pair.said[0] == token(1, "x" * num_chars)
     [_, last] = pair.said
     assert isinstance(last, RemoteProtocolError)
+
+
+def with_alternatives(text):
+    one = TokenLogprob(text, -1.0, [], 5)
+    return replace(token(1), logprobs=TokenLogprobs(chosen=one, top=[one] * 1000))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        with_alternatives(""),
+        with_alternatives("x" * 50),
+        replace(token(1), prompt=PromptReport(text="x" * 60_000, token_ids=[])),
+        replace(token(1), prompt=PromptReport(text="", token_ids=[5] * 8000)),
+    ],
+    ids=["alternatives", "their text", "a prompt", "its tokens"],
+)
+def test_whatever_a_token_has_counts(pair, said):
+    num_said = 0
+    while not pair.inbox.is_over("decode"):
+        pair.decode(said)
+        num_said += 1
+    assert num_said < 100
+
+
+def test_all_alternatives_of_some_seconds_are_kept(pair):
+    one = TokenLogprob("some", -1.0, list(b"some"), 5)
+    said = replace(token(1), logprobs=TokenLogprobs(chosen=one, top=[one] * 20))
+    for _ in range(500):
+        pair.decode(said)
+    assert not pair.inbox.is_over("decode")
 
 
 def test_what_need_not_be_kept_is_no_flood(pair):
