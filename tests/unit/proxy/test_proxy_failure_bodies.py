@@ -81,6 +81,8 @@ def server_errors():
         ("at [fd00::1:2]:7000, it is silent", "at (hidden), it is silent"),
         ("d1 is not at fd00::7:7000: another is", "d1 is not at (hidden): another is"),
         ("at ::1, or at fd00:1:2:3:4:5:6:7", "at (hidden), or at (hidden)"),
+        ("at ::ffff:10.1.2.3:7000, or at fd00::", "at (hidden), or at (hidden)"),
+        ("from fe80::1%eth0 at 12:30:45", "from (hidden) at 12:30:45"),
         ("connect to ipv6:%5Bfd00::1%5D:7000: refused", "connect to (hidden) refused"),
         ("no link at worker.internal:7000: refused", "no link at (hidden): refused"),
         ("ask http://worker.internal/status?x=1", "ask (hidden)"),
