@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from neuron_di.errors import BadRequest
+from neuron_di.errors import BadRequest, RemoteProtocolError
 from neuron_di.request import (
     ChatExtras,
     OutputText,
@@ -73,7 +73,8 @@ class PromptReader:
             leg.options,
         )
         if not all(0 <= token < self.num_vocab for token in leg.emitted):
-            raise BadRequest("an emitted token id is outside of the vocabulary", param="emitted")
+            # No client's words: another worker said them.
+            raise RemoteProtocolError("an emitted token id is outside of the vocabulary")
         context_tokens = self.context_of(leg.context_tokens)
         prompt = _shortened(prompt, leg.options.keep_last_tokens)
         max_tokens = resolve_max_tokens(leg.sampling, len(prompt.token_ids), context_tokens)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from worker_kit import prefill_leg
 
-from neuron_di.errors import BadRequest, NeuronDiError, TooLarge
+from neuron_di.errors import BadRequest, NeuronDiError, RemoteProtocolError, TooLarge
 from neuron_di.request import Request, Tokenizer
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.testing.checkpoints import TOOL_CHAT_TEMPLATE
@@ -222,6 +222,13 @@ def test_a_report_has_the_prompts_text(reader: PromptReader) -> None:
 def test_a_continuation_reports_nothing(reader: PromptReader) -> None:
     leg = leg_of("x", emitted=(5,), report=True, logprobs=20)
     assert read(reader, leg).prompt_wish is None
+
+
+@pytest.mark.parametrize("outside", [-1, 1 << 40])
+def test_what_was_emitted_is_no_client_s_fault(reader: PromptReader, outside: int) -> None:
+    """Another worker said it, and is at fault."""
+    with pytest.raises(RemoteProtocolError):
+        read(reader, leg_of("x", emitted=(5, outside)))
 
 
 def test_logprobs_of_a_prompt_are_bounded(reader: PromptReader) -> None:
