@@ -45,15 +45,15 @@ async def test_several_proxies_share_the_workers_in_etcd(llama):
             part("proxy", "--port=0", "--processes=2", there) as two,
         ):
             async with part("worker", str(llama), "--role=both", there, *ONE_THREAD):
-                keys = etcd.ctl("get", "--prefix", "--keys-only", "/").split()
-                assert [key.rpartition("/")[0] for key in keys] == [
-                    "/neuron-di/workers/both/127.0.0.1"
-                ]
                 for proxy in (one, two):
                     await sees(proxy.url, 1)
                     async with session_of_many() as session:
                         answer = await Client(session, proxy.url, llama.name).ask("a", max_tokens=2)
                         assert answer.usage["completion_tokens"] == 2
+                keys = etcd.ctl("get", "--prefix", "--keys-only", "/").split()
+                assert [key.rpartition("/")[0] for key in keys] == [
+                    "/neuron-di/workers/both/127.0.0.1"
+                ]
             # It withdrew: no proxy waits for the end of a lease.
             for proxy in (one, two):
                 await sees(proxy.url, 0)
