@@ -26,6 +26,7 @@ FINDINGS_MAX = 500  # of one check
 WORDS_MAX = 300
 _LINE_BYTES_MAX = 1 << 20
 _READ_BYTES = 1 << 16
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_EVERY_S = 0.1  # whether the process ended, where one of its own keeps the pipes open
 
 Run = Callable[[], Iterator[Finding]]
@@ -71,9 +72,14 @@ class _Process:
         self._printed, printed = os.pipe()
         self._tail = b""  # of what was printed
         parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            _be_the_check(run, name, findings, printed, parent)
+        # What a signal's handler raises while Python runs the hooks of a fork is lost.
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        try:
+            self._pid = os.fork()
+            if self._pid == 0:
+                _be_the_check(run, name, findings, printed, parent, blocked_before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         os.close(findings)
         os.close(printed)
 
@@ -129,13 +135,16 @@ class _Process:
         return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _be_the_check(run: Run, name: str, findings: int, printed: int, parent: int) -> NoReturn:
+def _be_the_check(
+    run: Run, name: str, findings: int, printed: int, parent: int, blocked: set[int]
+) -> NoReturn:
     """The forked process. It never returns into what its parent was doing."""
     status = 1
     try:
         os.setsid()  # a session of its own: it ends as a whole, and hears no Ctrl-C
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _ENDING:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         end_with_parent(parent)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(printed, 1)

@@ -159,6 +159,29 @@ def test_ctrl_c_reaches_the_doctor_alone() -> None:
     assert first.facts["session"] != os.getsid(0)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_moment_of_a_fork_is_heard(number: signal.Signals) -> None:
+    """Python prints, and forgets, what a handler raises while it runs the hooks of a fork."""
+    program = (
+        "import os, signal, sys\n"
+        "from neuron_di.cli import main\n"
+        f"os.register_at_fork(after_in_parent=lambda: signal.raise_signal({int(number)}))\n"
+        "sys.exit(main(['doctor', '--only', 'host,cpu']))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=TIMEOUT_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, b"", b"")
+
+
+def test_a_check_hears_signals() -> None:
+    def check() -> Iterator[Finding]:
+        yield fine("mask", num_blocked=len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+    num_blocked = len(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    (finding,) = run_apart(check, name="masked", timeout_s=TIMEOUT_S)
+    assert finding == fine("mask", num_blocked=num_blocked)
+    assert len(signal.pthread_sigmask(signal.SIG_BLOCK, [])) == num_blocked
+
+
 def test_names_that_are_not_utf_8_come_back_with_marks() -> None:
     lone = os.fsdecode(b"a\xff")
     odd = Finding(
