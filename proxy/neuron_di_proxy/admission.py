@@ -222,6 +222,7 @@ class Admission:
         elif ticket.state != "pushed out":
             self._leave_crowd(ticket)
         ticket.state = "closed"
+        ticket.refusal = None  # whose traceback has all of the request
         ticket.account.num_open -= 1
         self._num_open -= 1
         self._look()
@@ -246,21 +247,23 @@ class Admission:
         A tenant's own request makes room, too, if its body is late: heads alone, which cost a
         client nothing, fill no queue.
         """
-        error = CapacityError(
-            f"{self.num_waiting} requests are waiting, which is the limit",
-            retry_after_s=self.wait_s(),
-        )
         most = max(self._crowd.values(), key=TenantAccount.crowding, default=account)
         if most.crowding() > account.crowding(1):
-            self._push_out(next(reversed(most.pending)), error)
+            self._push_out(next(reversed(most.pending)), self._is_full())
         else:
             late = now_s() - BODY_LATE_S
             slow = (each for each in account.pending if each.is_reading(since_s=late))
             ticket = next(slow, None)
             if ticket is None:
-                raise error
-            self._push_out(ticket, error)
+                raise self._is_full()
+            self._push_out(ticket, self._is_full())
         self._start_waiting()  # it may have been first, and too large
+
+    def _is_full(self) -> CapacityError:
+        return CapacityError(
+            f"{self.num_waiting} requests are waiting, which is the limit",
+            retry_after_s=self.wait_s(),
+        )
 
     def _push_out(self, ticket: Ticket, error: CapacityError) -> None:
         """Refuse a request that does not run yet after all. Its owner closes the ticket."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 
 from neuron_di.clock import now_s
 from neuron_di.errors import (
+    NeuronDiError,
     PeerError,
     PeerTimeout,
     RemoteProtocolError,
@@ -60,24 +61,29 @@ class Running(ABC):
         self._lane_side: Side | None = None  # whose tokens are to take one
         self._is_first_lane = False  # it is for the first token only
         self._due = attempt.first_index  # the next token's index
-        self._outcome: Finished | Exception | None = None
+        self._is_over = False
+        self._outcome: Finished | Exception | None = None  # until it is told
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf
         self._first_look_s = attempt.deadline.at_s  # when to see whether it is `next_s`
 
     async def wait(self) -> Finished:
-        """Return or raise what becomes of the attempt."""
-        if self._outcome is None:
+        """Return or raise what becomes of the attempt, once."""
+        if not self._is_over:
             self.wake_by(self._first_look_s)
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             loop.call_soon(self._take_first_lane)  # once the legs were sent
             await self._waiter
-        assert self._outcome is not None, "it has ended"
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
+        outcome, self._outcome = self._outcome, None
+        assert outcome is not None, "it has ended, and was not told"
+        if isinstance(outcome, Exception):
+            try:
+                raise outcome
+            finally:
+                del outcome  # its traceback has this frame: see end()
+        return outcome
 
     def close(self) -> None:
         """Hear nothing more, and leave no timer."""
@@ -100,8 +106,12 @@ class Running(ABC):
 
     def end(self, outcome: Finished | Exception) -> None:
         """The first outcome counts. Nothing is heard after it."""
-        if self._outcome is None:
-            self._outcome = outcome
+        if not self._is_over:
+            if isinstance(outcome, NeuronDiError):
+                # Its frames have what was heard, which is the error itself: in such a circle all of
+                # the request, its body too, would stay until the collector looks, which is rare.
+                outcome.__traceback__ = None
+            self._is_over, self._outcome = True, outcome
             self.close()
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
@@ -124,7 +134,7 @@ class Running(ABC):
 
     def take_lane(self, side: Side) -> None:
         """Let this side's tokens take a lane from now on, or as soon as there can be one."""
-        if self._outcome is None:
+        if not self._is_over:
             self._lane_side = side
             self._lane = self._make_lane(is_first=False)
             if self._lane is not None:
@@ -135,7 +145,7 @@ class Running(ABC):
 
         Whatever is heard next closes it. So all that the lane must know of is this one token.
         """
-        if self._outcome is None and self.speaker is None and not self.trials:
+        if not self._is_over and self.speaker is None and not self.trials:
             self._lane = self._make_lane(is_first=True)
             if self._lane is not None:
                 self._is_first_lane = True
@@ -185,7 +195,7 @@ class Running(ABC):
 
     def wake_by(self, at_s: float) -> None:
         """See to it that `on_time` is called by then. One that comes too early is set again."""
-        if at_s < self._timer_s and self._outcome is None:
+        if at_s < self._timer_s and not self._is_over:
             self._stop_timer()
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, at_s - now_s()), self._ring)
