@@ -29,6 +29,8 @@ from neuron_di.transfer.transfer_engine import Send
 from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import PIECES_MAX, LayerReady, PullLayer
 
+# Measured: a piece costs both ends a millisecond of a processor, in which so much is through.
+AUTO_PIECE_BYTES_MIN = 1 << 20
 Key = tuple[RequestId, int]
 AfterLayer = Callable[[int, Sequence[BlockId]], None]
 
@@ -37,7 +39,10 @@ AfterLayer = Callable[[int, Sequence[BlockId]], None]
 class _Stream:
     """What of a request was computed, and announced."""
 
-    num_tokens: int = 0  # of the chunks that were watched; the engine's thread owns it
+    # The engine's thread owns these: tokens of the chunks that were watched, and whether the pieces
+    # would be too small.
+    num_tokens: int = 0
+    goes_whole: bool = False
     reader: Identity | None = None
     pieces: list[LayerReady] = field(default_factory=list)
     unsent: set[int] = field(default_factory=set)  # pieces that the reader did not pull
@@ -53,11 +58,16 @@ class LayerSender:
         send: Callable[[Identity, LayerReady], None],
         *,
         is_on: bool,
+        piece_bytes_min: int = 0,
     ) -> None:
+        """KV whose first pieces have fewer bytes goes as a whole."""
         self._layout = local.layout
+        block_bytes = local.layout.block_bytes
+        self._token_bytes = block_bytes // (local.layout.block_size * local.layout.num_layers)
         self._lanes = lanes
         self._send = send
         self._is_on = is_on
+        self._piece_bytes_min = piece_bytes_min
         self._is_wanted = False  # somebody has asked, once
         self._loop = asyncio.get_running_loop()
         self._streams: dict[Key, _Stream] = {}
@@ -92,6 +102,11 @@ class LayerSender:
         key = (request.request_id, request.attempt)
         stream = self._streams.get(key)
         if stream is None or chunk.start != stream.num_tokens or not pool.streams_layers:
+            return None
+        piece_bytes = (chunk.end - chunk.start) * self._token_bytes
+        if not chunk.start and piece_bytes < self._piece_bytes_min:
+            stream.goes_whole = True
+        if stream.goes_whole:
             return None
         stream.num_tokens = chunk.end
         size = pool.layout.block_size

@@ -13,7 +13,7 @@ from neuron_di.core import PrefillChunk
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.request import OutputText, Request
 from neuron_di.testing.fake_model import FakeTokenizer
-from neuron_di.transfer import ShmEngine
+from neuron_di.transfer import ShmEngine, send_buffer
 from neuron_di.transfer.tcp_engine import TcpEngine
 from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import Done, LayerReady, LookupAll, Malformed, PullLayer, SamplingParams
@@ -222,8 +222,14 @@ async def test_without_room_the_whole_is_pulled(cluster, engine):
     await scene.is_clean()
 
 
-@pytest.mark.parametrize("stream_layers", ["off", "auto"])
-async def test_layers_are_streamed_where_that_was_asked_for(cluster, engine, stream_layers):
+@pytest.mark.parametrize("least", [0, 1], ids=["of a chunk's size", "of one byte more"])
+@pytest.mark.parametrize("stream_layers", ["on", "off", "auto"])
+async def test_layers_are_streamed_where_that_was_asked_for(
+    cluster, engine, stream_layers, least, monkeypatch
+):
+    """And, by `auto`, where a layer of the first chunk is not too small."""
+    first_bytes = 6 * WIDE.block_bytes // (WIDE.block_size * LAYERS)
+    monkeypatch.setattr(send_buffer, "AUTO_PIECE_BYTES_MIN", first_bytes + least)
     scene = Scene(cluster, engine, stream_layers=stream_layers)
     asking = await scene.look_up()
     await scene.compute_all()
@@ -231,7 +237,8 @@ async def test_layers_are_streamed_where_that_was_asked_for(cluster, engine, str
     own = OWN
     token = await end_of(scene.decode.buffer(scene.prefill).pull(await asking, own))
     assert token.error() is None
-    is_streamed = (engine.name, stream_layers) == ("tcp", "auto")
+    is_auto = (engine.name, stream_layers, least) == ("tcp", "auto", 0)
+    is_streamed = is_auto or stream_layers == "on"
     assert token.form == ("streamed" if is_streamed else "direct")
 
 
