@@ -92,7 +92,8 @@ class LayerReport:
     commit: str
     scene: str
     turns: list[Turn] = field(default_factory=list)
-    auto: dict[str, str] = field(default_factory=dict)  # by lane: the form that `auto` chose
+    # By lane, then by tokens of a prompt: the form that `auto` chose.
+    auto: dict[str, dict[int, str]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)  # lanes, and why
 
     def rows(self) -> list[tuple[str, Cell]]:
@@ -135,17 +136,24 @@ class LayerReport:
             and round_number in (None, turn.round)
         ]
 
-    def of_lane(self, lane: str, figure: Figure) -> float:
-        """On by off in the middle of all its cells."""
-        cells = [cell for each, cell in self.rows() if each == lane]
+    def choices(self) -> list[tuple[str, str, list[Cell]]]:
+        """Lanes, each with a form that `auto` chose there, and for which cells."""
+        found: dict[tuple[str, str], list[Cell]] = {}
+        for lane, cell in self.rows():
+            if (form := self.auto.get(lane, {}).get(cell.num_tokens)) is not None:
+                found.setdefault((lane, form), []).append(cell)
+        return [(lane, form, cells) for (lane, form), cells in found.items()]
+
+    def middle(self, lane: str, cells: list[Cell], figure: Figure) -> float:
+        """On by off in the middle of these cells."""
         return Spread.of(self.on_by_off(lane, cell, figure).median for cell in cells).median
 
 
 def shortfalls(report: LayerReport) -> list[str]:
     """Where `auto` chooses what is clearly slower, and what was not streamed; in words."""
     found = []
-    for lane, form in report.auto.items():
-        second, between = report.of_lane(lane, SECOND), report.of_lane(lane, BETWEEN)
+    for lane, form, cells in report.choices():
+        second, between = (report.middle(lane, cells, figure) for figure in (SECOND, BETWEEN))
         if form == STREAMED and second > 1 + CLEARLY:
             found.append(f"{lane}: auto streams layers, and the second token comes later")
         # Streaming makes no prefill faster: where only the first token came earlier, it is chance.
@@ -163,12 +171,14 @@ def shortfalls(report: LayerReport) -> list[str]:
 def verdict(report: LayerReport) -> list[str]:
     """A line on each lane."""
     lines = []
-    for lane, form in report.auto.items():
-        second, between = report.of_lane(lane, SECOND), report.of_lane(lane, BETWEEN)
+    for lane, form, cells in report.choices():
+        second, between = (report.middle(lane, cells, figure) for figure in (SECOND, BETWEEN))
+        tokens = " and ".join(f"{n:,}" for n in sorted({cell.num_tokens for cell in cells}))
         choice = "streams" if form == STREAMED else "does not stream"
         lines.append(
-            f"{lane}: streaming takes {between:.2f} times as long between first and second token, "
-            f"and {second:.3f} times as long to the second one (middle of all loads); "
+            f"{lane}, prompts of {tokens}: streaming takes {between:.2f} times as long between "
+            f"first and second token, and {second:.3f} times as long to the second one (middle of "
+            f"these loads); "
             f"`auto` {choice}."
         )
     lines += [f"{lane}: left out, {why}." for lane, why in report.left_out.items()]

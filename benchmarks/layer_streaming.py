@@ -66,6 +66,8 @@ SCENE = "A model of 8 layers with 16 KiB of KV a token, 1P1D, chunks of 512 toke
 KV_MEMORY = ByteSize(512 << 20)
 # (cell, how often in a round): short prompts vary more, and cost less.
 CELLS = (
+    (Cell(32, 1), 16),
+    (Cell(128, 1), 8),
     (Cell(512, 1), 4),
     (Cell(2048, 1), 2),
     (Cell(8000, 1), 1),
@@ -142,8 +144,9 @@ async def measure(
         starting = (serving(model, engine, each, stack) for each in (OFF, ON, AUTO))
         off, on, auto = await asyncio.gather(*starting)
         servers = {OFF: off, ON: on}
-        ((chosen,), _) = await auto.turn([random_prompt(source, NUM_VOCAB, 512)])
-        report.auto[lane] = chosen.form
+        for num_tokens in dict.fromkeys(cell.num_tokens for cell, _ in loads):
+            ((chosen,), _) = await auto.turn([random_prompt(source, NUM_VOCAB, num_tokens)])
+            report.auto.setdefault(lane, {})[num_tokens] = chosen.form
         for number in range(options.rounds):
             for cell, num_times in loads:
                 for place in range(num_times):

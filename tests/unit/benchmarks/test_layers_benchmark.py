@@ -38,7 +38,7 @@ print("2500Mbit" in during or "2.5Gbit" in during, "tbf" in queue())
 """
 
 
-def turns(lane, *, first, between, forms=("direct", "streamed")):
+def turns(lane, *, first, between, forms=("direct", "streamed"), cell=CELL):
     """Two rounds; times in ms, with layers streamed and without."""
     for number in (0, 1):
         for index, setting in enumerate((OFF, ON)):
@@ -47,7 +47,7 @@ def turns(lane, *, first, between, forms=("direct", "streamed")):
                 Answer(first_s * each, first_s * each + between_s, 1 << 20, forms[index], 0.001)
                 for each in (1, 2, 3)
             ]
-            yield Turn(lane, CELL, setting, number, answers, first_s)
+            yield Turn(lane, cell, setting, number, answers, first_s)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def report():
     report = LayerReport("a command", "a machine", "a commit", "A scene")
     report.turns += turns("tcp", first=(100, 100), between=(40, 10))
     report.turns += turns("shm", first=(100, 101), between=(10, 12))
-    report.auto |= {"tcp": "streamed", "shm": "direct"}
+    report.auto |= {"tcp": {2048: "streamed"}, "shm": {2048: "direct"}}
     report.left_out["nixl"] = "it is not installed"
     return report
 
@@ -65,7 +65,7 @@ def test_times_are_compared_within_a_round(report):
     assert rows["tcp"][1:3] == ("2,048", "2")
     assert rows["tcp"][3] == "1.000 (1.000–1.000)"
     assert rows["tcp"][5] == "0.250 (0.250–0.250)"
-    assert report.of_lane("shm", BETWEEN) == pytest.approx(1.2)
+    assert report.middle("shm", [CELL], BETWEEN) == pytest.approx(1.2)
     times = {row[0::3][:2]: row for row in time_rows(report)}
     assert times["tcp", "on"][4:6] == ("200 (100–300)", "210 (110–310)")
     assert times["tcp", "on"][-2:] == ("1.0", "streamed")
@@ -75,14 +75,29 @@ def test_what_auto_chooses_is_right_where_it_is_not_slower(report):
     assert shortfalls(report) == []
     assert "`auto` streams" in verdict(report)[0]
     assert verdict(report)[-1] == "nixl: left out, it is not installed."
-    report.auto |= {"tcp": "direct"}
+    report.auto |= {"tcp": {2048: "direct"}}
     report.turns += turns("nixl", first=(100, 120), between=(10, 10))
     report.turns += turns("by chance", first=(100, 50), between=(10, 10))
-    report.auto |= {"nixl": "streamed", "by chance": "direct"}
+    report.auto |= {"nixl": {2048: "streamed"}, "by chance": {2048: "direct"}}
     assert shortfalls(report) == [
         "tcp: auto pulls KV whole, and the second token comes later",
         "nixl: auto streams layers, and the second token comes later",
     ]
+
+
+def test_prompts_for_which_auto_chooses_otherwise_are_judged_apart(report):
+    report.turns += turns("tcp", first=(10, 15), between=(6, 5), cell=Cell(32, 1))
+    report.auto["tcp"][32] = "direct"
+    assert shortfalls(report) == []
+    assert [line.partition(": ")[0] for line in verdict(report)[:3]] == [
+        "tcp, prompts of 2,048",
+        "shm, prompts of 2,048",
+        "tcp, prompts of 32",
+    ]
+    report.auto["tcp"][32] = "streamed"
+    report.turns += turns("tcp", first=(10, 15), between=(6, 5), cell=Cell(64, 1))
+    report.auto["tcp"][64] = "streamed"
+    assert shortfalls(report) == ["tcp: auto streams layers, and the second token comes later"]
 
 
 def test_what_was_not_streamed_is_said(report):
