@@ -5,19 +5,25 @@ then: a few hundred refused prompts would fill the memory.
 """
 
 import asyncio
+import contextlib
 import gc
+import weakref
 from dataclasses import replace
 
 import aiohttp
 import pytest
+from admission_kit import admission_of
 from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import ScriptedWorker, parked, released, token
 
+from neuron_di.clock import Deadline
 from neuron_di.config import LimitOptions
+from neuron_di.errors import CapacityError
 from neuron_di.wire import Failed
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front_connection import FrontConnection
 from neuron_di_proxy.service import Exchange
+from neuron_di_proxy.tenant import Tenant
 
 PROMPT = "x" * 50_000
 TIMES = 5
@@ -114,3 +120,35 @@ async def test_a_connection_that_found_the_queue_full_is_gone(no_collector):
 
 async def at_work(proxy):
     return await proxy.num_running() == 1
+
+
+class Body:
+    """Of a request; may be referred to weakly."""
+
+
+async def test_a_request_that_was_pushed_out_of_the_queue_is_gone(no_collector):
+    admission = admission_of(1, queue=4)
+
+    async def answer(tenant, body):
+        with contextlib.suppress(CapacityError):
+            ticket = admission.arrive(tenant)
+            try:
+                ticket.take(1, 1.0)
+                await ticket.turn(Deadline.after(30))
+                await asyncio.Event().wait()
+            finally:
+                ticket.close()
+        return body
+
+    bodies = [Body() for _ in range(5)]
+    left = [weakref.ref(body) for body in bodies]
+    crowd = [asyncio.create_task(answer(Tenant(name="a"), bodies.pop())) for _ in range(5)]
+    await asyncio.sleep(0)
+    other = asyncio.create_task(answer(Tenant(name="b"), None))
+    done, _ = await asyncio.wait(crowd, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    assert len(done) == 1
+    crowd = [task for task in crowd if task not in done]
+    done.clear()
+    assert sum(ref() is not None for ref in left) == 4
+    for task in (*crowd, other):
+        task.cancel()
