@@ -15,6 +15,7 @@ Next: neuron_di/transfer/layer_receiver.py
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -49,25 +50,23 @@ class _Stream:
 
 
 class LayerSender:
-    """Lives on the event loop. `is_on`: whether anything is announced at all."""
+    """Lives on the event loop."""
 
     def __init__(
         self,
         local: LocalWorker,
         lanes: LaneSet,
         send: Callable[[Identity, LayerReady], None],
-        *,
-        is_on: bool,
-        piece_bytes_min: int = 0,
+        setting: Literal["auto", "on", "off"],
     ) -> None:
-        """KV whose first pieces have fewer bytes goes as a whole."""
+        """With `auto`, KV whose first pieces are small goes as a whole."""
         self._layout = local.layout
         block_bytes = local.layout.block_bytes
         self._token_bytes = block_bytes // (local.layout.block_size * local.layout.num_layers)
         self._lanes = lanes
         self._send = send
-        self._is_on = is_on
-        self._piece_bytes_min = piece_bytes_min
+        self._is_on = setting != "off"
+        self._piece_bytes_min = AUTO_PIECE_BYTES_MIN if setting == "auto" else 0
         self._is_wanted = False  # somebody has asked, once
         self._loop = asyncio.get_running_loop()
         self._streams: dict[Key, _Stream] = {}

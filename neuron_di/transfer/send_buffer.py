@@ -28,7 +28,7 @@ from neuron_di.transfer.door import Guard
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.kv_sender import KvSender
 from neuron_di.transfer.lanes import LaneSet
-from neuron_di.transfer.layer_sender import AUTO_PIECE_BYTES_MIN, LayerSender
+from neuron_di.transfer.layer_sender import LayerSender
 from neuron_di.transfer.send_entry import Cause, Entry, Key, never, unless_done
 from neuron_di.transfer.send_peers import Identity, Peer, SendPeers
 from neuron_di.transfer.signal_link import SignalTransport
@@ -106,9 +106,7 @@ class SendBuffer:
             on_lost=self._on_peer_lost,
         )
         self._link, self.port = transport.bind(host, port, self._on_frames, guard=guard)
-        is_on = limits.stream_layers != "off"
-        least = AUTO_PIECE_BYTES_MIN if limits.stream_layers == "auto" else 0
-        self.layers = LayerSender(local, lanes, self._send, is_on=is_on, piece_bytes_min=least)
+        self.layers = LayerSender(local, lanes, self._send, limits.stream_layers)
         self.lookup_dict: dict[Key, Entry] = {}
         self._over: Remembered[Key, str] = Remembered(limits.remembered_max)  # and why
         self._latest: Remembered[RequestId, int] = Remembered(limits.remembered_max)  # attempt

@@ -10,12 +10,7 @@ import math
 from abc import ABC, abstractmethod
 
 from neuron_di.clock import now_s
-from neuron_di.errors import (
-    NeuronDiError,
-    PeerError,
-    PeerTimeout,
-    RemoteProtocolError,
-)
+from neuron_di.errors import NeuronDiError, PeerError, PeerTimeout, RemoteProtocolError
 from neuron_di.obs import get_logger
 from neuron_di.wire import Finished, Parked, Released, Token
 from neuron_di.wire.handoff import LaunchAction, LaunchEvent, LaunchState, launch_step

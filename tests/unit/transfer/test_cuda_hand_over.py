@@ -193,7 +193,7 @@ async def test_a_copy_that_finds_no_memory_fails_alone(cluster, steering, engine
 async def test_layers_whose_kernels_may_not_have_run_are_not_announced(
     cluster, where, is_announced
 ):
-    prefill = cluster.prefill(**side(where, "tcp"))
+    prefill = cluster.prefill(**side(where, "tcp"), stream_layers="on")
     prefill.buffer.layers.ask((R, 0), "reader")
     request = SimpleNamespace(request_id=R, attempt=0, block_ids=[BlockId(3)], num_prefilled=4)
     chunk = SimpleNamespace(request=request, start=0, end=4, is_last=True)

@@ -13,7 +13,7 @@ from neuron_di.core import PrefillChunk
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.request import OutputText, Request
 from neuron_di.testing.fake_model import FakeTokenizer
-from neuron_di.transfer import ShmEngine, send_buffer
+from neuron_di.transfer import ShmEngine, layer_sender
 from neuron_di.transfer.tcp_engine import TcpEngine
 from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import Done, LayerReady, LookupAll, Malformed, PullLayer, SamplingParams
@@ -229,7 +229,7 @@ async def test_layers_are_streamed_where_that_was_asked_for(
 ):
     """And, by `auto`, where a layer of the first chunk is not too small."""
     first_bytes = 6 * WIDE.block_bytes // (WIDE.block_size * LAYERS)
-    monkeypatch.setattr(send_buffer, "AUTO_PIECE_BYTES_MIN", first_bytes + least)
+    monkeypatch.setattr(layer_sender, "AUTO_PIECE_BYTES_MIN", first_bytes + least)
     scene = Scene(cluster, engine, stream_layers=stream_layers)
     asking = await scene.look_up()
     await scene.compute_all()
