@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from typing import Any
 
@@ -18,6 +19,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 if sys.flags.optimize:  # python -O -m pytest: the processes that tests start drop asserts, too
     os.environ["PYTHONOPTIMIZE"] = str(sys.flags.optimize)
+# What a shell starts with & ignores Ctrl-C, and so would all that it starts: some of it is tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
