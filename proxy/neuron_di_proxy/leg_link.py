@@ -10,6 +10,7 @@ Next: neuron_di/wire/leg_link.py
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 from os import sched_yield
@@ -25,7 +26,15 @@ from neuron_di.errors import (
     RemoteProtocolError,
 )
 from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire import Failed, Finished, Released, Token, WorkerRecord, WorkerStatus
+from neuron_di.wire import (
+    Failed,
+    Finished,
+    LegEvent,
+    Released,
+    Token,
+    WorkerRecord,
+    WorkerStatus,
+)
 from neuron_di.wire.leg_link import (
     ALIVE_INTERVAL_S,
     FROM_WORKER_BYTES_MAX,
@@ -51,6 +60,10 @@ UNSENT_BYTES_MAX = 64 << 20
 
 # Legs that are sent by one system call. A worker begins with these while others are made.
 _SENT_TOGETHER = 8
+
+# Answers whose end is dealt with in one turn of the loop. An end costs as much as tens of tokens:
+# neither running streams nor new requests are to wait for all of a crowd that ends together.
+_ENDS_PER_TURN = 8
 
 _ALIVE = bytes(encode_frame(ProxyAlive()))
 _NOTHING = Told([], [])
@@ -81,6 +94,7 @@ class LegLink(LinkReader, asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._hears: dict[int, Hear] = {}
         self._num_opened = 0
+        self._ends: deque[tuple[int, LegEvent]] = deque()  # last words that wait for their turn
         # Frames of legs, in pieces, until `_send`.
         self._unsent: dict[int, list[bytes | bytearray | memoryview]] = {}
         self._frames = FrameReader(FROM_WORKER_BYTES_MAX)
@@ -139,6 +153,7 @@ class LegLink(LinkReader, asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         self._on_end(self)
+        self._hear_last_words(len(self._ends))  # they were said before
         self._unsent.clear()
         self.lanes.clear()
         while self._hears:  # one that hears it may close others
@@ -196,15 +211,34 @@ class LegLink(LinkReader, asyncio.Protocol):
             # A client that waits for this core reads its tokens before all else is done, which is
             # an answer's end as a rule, and takes longer than they did.
             sched_yield()
+        ends = self._ends
+        is_crowd = bool(ends)
         for number, event in told.events:
             if isinstance(event, _LAST_WORDS):
-                self.lanes.pop(number, None)
-                if (hear := hears.pop(number, None)) is not None:
-                    hear(LegFailed(event) if isinstance(event, Failed) else event)
+                ends.append((number, event))
             elif (hear := hears.get(number)) is not None:
                 hear(event)
+        if ends and not is_crowd:
+            self._hear_ends()
         if told.status is not None:
             self._hear_status(told.status)
+
+    def _hear_ends(self) -> None:
+        try:
+            self._hear_last_words(_ENDS_PER_TURN)
+        finally:
+            if self._ends:
+                self._loop.call_soon(self._hear_ends)
+
+    def _hear_last_words(self, num_most: int) -> None:
+        ends = self._ends
+        for _ in range(num_most):
+            if not ends:  # looked at each time: who hears one may end the link
+                break
+            number, event = ends.popleft()
+            self.lanes.pop(number, None)
+            if (hear := self._hears.pop(number, None)) is not None:
+                hear(LegFailed(event) if isinstance(event, Failed) else event)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reason = f" ({type(exc).__name__})" if exc is not None else ""
