@@ -90,7 +90,7 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> NeuronDiError:
     except (msgspec.DecodeError, OSError, KeyError, TypeError, AttributeError):
         message, code = f"status {error.code}", None
     if error.code == Unauthorized.http_status:
-        return Unauthorized(f"{url} wants an API key: give --key")
+        return Unauthorized(f"{url} wants an API key: set KEY_NEURON_DI, or give --key")
     if code == Forbidden.code:
         return Forbidden(f"{url} wants an operator's API key for this")
     if 400 <= error.code < 500:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import child_environment
@@ -114,6 +116,19 @@ class Child:
             return f"{self.name} ended by itself with code {code}"
         return f"{self.name} was ended by signal {-code}"
 
+    async def while_it_lives(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what needs this process. PeerGone, and it is given up, once the process has ended."""
+        life, doing = asyncio.create_task(self.life()), asyncio.create_task(work)
+        try:
+            await asyncio.wait((life, doing), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise PeerGone(life.result())
+            doing.result()
+        finally:
+            for task in (life, doing):
+                task.cancel()
+            await asyncio.gather(life, doing, return_exceptions=True)
+
     async def keep_up(self, start_timeout_s: float, tell: Tell) -> str:
         """Start the process again whenever it ends. Returns why, when it refuses to start.
 
@@ -165,8 +180,10 @@ class Child:
 
     def _signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:
+            # Its own send_signal looks first whether the process has ended, and where it has, takes
+            # the code that it ended with away from whoever waits for that.
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+                os.kill(self._process.pid, number)
 
     async def _heard_ready(
         self, process: asyncio.subprocess.Process, on_report: OnReport

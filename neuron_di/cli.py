@@ -94,6 +94,9 @@ def _run(arguments: list[str]) -> int:
     role = commands.add_parser("role", help=ROLE_SUMMARY, description=ROLE_SUMMARY)
     _add_proxy_flags(role)
     add_role_flags(role)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
     flags = parser.parse_args(arguments)
     if flags.command == "key":
         print(run_key_command(flags))

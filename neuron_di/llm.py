@@ -6,7 +6,7 @@ The same engine as a worker of role "both", without sockets.
 import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from neuron_di.config import EngineOptions
 from neuron_di.core import BlockPool, CombinedScheduler
@@ -72,13 +72,18 @@ class LLM:
         )
 
     def generate(
-        self, prompts: Sequence[str | list[int]], sampling: SamplingParams | None = None
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        sampling: SamplingParams | None = None,
     ) -> list[Generation]:
         """Answer prompts, given as text or ids, all with the same parameters, in their order.
 
+        One prompt alone is a list of one.
+
         BadRequest when a prompt or a parameter cannot be; nothing is computed then.
         """
-        requests = [self._request(prompt, sampling or SamplingParams()) for prompt in prompts]
+        listed = _listed(prompts)
+        requests = [self._request(prompt, sampling or SamplingParams()) for prompt in listed]
         answers = {request.key: Generation(request.prompt_ids) for request in requests}
         for start in range(0, len(requests), self._waiting_max):
             self._run(requests[start : start + self._waiting_max], answers)
@@ -125,7 +130,7 @@ class LLM:
                 self._engine.cancel(request.key)
             raise
 
-    def _request(self, prompt: str | list[int], sampling: SamplingParams) -> Request:
+    def _request(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Request:
         tokenizer = self._model.tokenizer
         num_vocab = self._model.backend.num_vocab
         check_sampling(sampling, num_vocab)
@@ -148,3 +153,13 @@ class LLM:
             ),
             rules=self._rules.rules_of(sampling),
         )
+
+
+def _listed(
+    prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+) -> Sequence[str | Sequence[int]]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    return cast("Sequence[str | Sequence[int]]", prompts)

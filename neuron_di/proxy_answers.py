@@ -40,10 +40,15 @@ def ask(url: str, path: str, key: str | None) -> bytes:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == Unauthorized.http_status:
-            raise Unauthorized(f"{url} wants an API key: give --key") from None
+            raise Unauthorized(
+                f"{url} wants an API key: set KEY_NEURON_DI, or give --key"
+            ) from None
         if error.code == Forbidden.http_status:
             raise Forbidden(f"{url} wants an operator's API key for this") from None
-        raise PeerGone(f"{url} answers with status {error.code}") from None
+        hint = (
+            ": give the proxy's address, without /v1 or another path" if error.code == 404 else ""
+        )
+        raise PeerGone(f"{url} answers with status {error.code}{hint}") from None
     except (urllib.error.URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):

@@ -147,6 +147,9 @@ class Fleet:
         self._etcd = replace(self._options.etcd, etcd=proxy.etcd)
         if self._shares_blocks():
             self._arena_fd = create_arena()
+        await self._proxy.while_it_lives(self._start_workers())
+
+    async def _start_workers(self) -> None:
         deadline = Deadline.after(self._worker_start_timeout_s)
         try:
             async with asyncio.TaskGroup() as group:

@@ -78,7 +78,7 @@ def manifest_of(options: EngineOptions, spec: ModelSpec, folder: Path) -> Manife
     ConfigError where its runner, or this model, cannot work there.
     """
     packages = require_packages(options.neuron)
-    context_tokens = min(options.context_tokens or spec.context_tokens, spec.context_tokens)
+    context_tokens = spec.context_of(options.context_tokens)
     if spec.sliding_window is not None and spec.sliding_window < context_tokens:
         raise ConfigError(
             f"the model's attention sees {spec.sliding_window} positions, and on NeuronCores KV of "

@@ -5,7 +5,7 @@ from neuron_di.config.descriptor_limit import raise_descriptor_limit
 from neuron_di.config.doctor import DoctorOptions
 from neuron_di.config.environment import child_environment
 from neuron_di.config.etcd import EtcdOptions
-from neuron_di.config.exposure import is_loopback
+from neuron_di.config.exposure import cannot_listen, is_loopback, require_address
 from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
@@ -45,10 +45,12 @@ __all__ = [
     "WorkerAddressOptions",
     "WorkerOptions",
     "add_flags",
+    "cannot_listen",
     "child_environment",
     "flags_of",
     "is_loopback",
     "load_options",
     "raise_descriptor_limit",
     "refused_variables",
+    "require_address",
 ]

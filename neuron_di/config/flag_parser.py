@@ -28,18 +28,24 @@ class FlagParser(argparse.ArgumentParser):
         return namespace, unknown
 
     def error(self, message: str) -> Never:
-        raise ConfigError(f"{self.prog}: {message}")
+        raise ConfigError(self._named(message))
 
     def _complaint(self, argument: str) -> str:
         flag = argument.split("=", 1)[0]
         if not flag.startswith("-"):
-            return f"{self.prog}: unexpected argument {argument!r}"
+            return self._named(f"unexpected argument {argument!r}")
         valid = [
             name
             for name, action in self._option_string_actions.items()
             if action.help != argparse.SUPPRESS and name.startswith("--")
         ]
-        return f"{self.prog}: unknown flag {flag}; the nearest valid one is {nearest(flag, valid)}"
+        words = f"unknown flag {flag}; the nearest valid one is {nearest(flag, valid)}"
+        return self._named(words)
+
+    def _named(self, words: str) -> str:
+        """Behind the command's name. The program's is said by whoever shows an error."""
+        command = self.prog.partition(" ")[2]
+        return f"{command}: {words}" if command else words
 
 
 class _Joined(argparse.Action):

@@ -302,6 +302,15 @@ class ServeOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)
 
+    def __post_init__(self) -> None:
+        split = (self.prefill, self.decode, self.prefill_tp, self.decode_tp)
+        if self.combined and split != (1, 1, None, None):
+            raise ConfigError(
+                "--combined is one worker that does both: --prefill, --decode, --prefill-tp and "
+                "--decode-tp go without it",
+                param="combined",
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:

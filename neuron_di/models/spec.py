@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from neuron_di.errors import CheckpointError
+from neuron_di.errors import CheckpointError, ConfigError
 from neuron_di.kv import DTYPE_BYTES, KvLayout
 from neuron_di.models.rope import RopeSpec
 
@@ -53,6 +53,17 @@ class ModelSpec:
     def num_qkv(self) -> int:
         """Rows of the fused projection: queries, then keys, then values."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def context_of(self, wanted: int | None) -> int:
+        """Tokens of the longest request where an operator wants so many. ConfigError for more than
+        the model was made for."""
+        if wanted is not None and wanted > self.context_tokens:
+            raise ConfigError(
+                f"--context-tokens {wanted} is more than the model's {self.context_tokens} "
+                "(max_position_embeddings)",
+                param="context_tokens",
+            )
+        return wanted or self.context_tokens
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelSpec":

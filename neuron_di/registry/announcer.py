@@ -92,7 +92,8 @@ class Announcer:
                     await self._say_last(self._lease)
                     await self._registry.revoke(self._lease)
         except (PeerError, TimeoutError) as error:
-            _log.info("withdraw_failed", reason=type(error).__name__)
+            # As a rule a proxy has ended, and its registry with it. What is left ends by its lease.
+            _log.debug("withdraw_failed", reason=type(error).__name__)
             return False
         return True
 

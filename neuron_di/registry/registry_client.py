@@ -130,8 +130,8 @@ class RegistryClient:
                 version, values = await self._all(prefix, seen)
             except PeerError as error:
                 # Once is no news yet: a proxy that ends takes its registry along.
-                log = _log.warning if self._watch_trouble else _log.info
-                log("registry_unreachable", reason=error.message)
+                if self._watch_trouble:
+                    _log.warning("registry_unreachable", reason=error.message)
                 self._watch_trouble = error.message
                 await asyncio.sleep(RETRY_S)
                 continue

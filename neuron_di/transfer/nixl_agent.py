@@ -5,6 +5,7 @@ busy for ever (its thread polls without a pause), and loading it changes how thi
 """
 
 import contextlib
+import ctypes
 import importlib
 import logging
 import math
@@ -39,6 +40,8 @@ _HINTS = {
     "UCX": "; UCX_TLS, if it is set, must name lanes that notice the end of a peer, such as tcp",
     "LIBFABRIC": "; `fi_info` lists what libfabric finds here",
 }
+# The host's own, and not that which NIXL's package brings.
+_LIBNL = "libnl-route-3.so.200"
 _ZERO = np.zeros(1, np.int64)
 # How long to wait before looking whether a transfer is done: twice as long each time.
 _POLL_S_MIN, _POLL_S_MAX = 20e-6, 200e-6
@@ -48,6 +51,11 @@ _POLL_S_MIN, _POLL_S_MAX = 20e-6, 200e-6
 def load_nixl() -> Any:
     """NIXL's compiled interface. ConfigError, which names the extra, where it cannot be loaded."""
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # not between what this process prints
+    # Where the host has libefa.so.1, UCX's part for EFA loads that, and with it the host's libnl.
+    # Its calls of itself would go to NIXL's libnl, and the process would end with a segmentation
+    # fault, unless it is here before NIXL's. Not libefa itself: NIXL's libibverbs would miss EFA.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(_LIBNL)
     raises = logging.raiseExceptions
     try:
         return importlib.import_module("nixl_cu12._bindings")

@@ -141,4 +141,4 @@ def _check_ids(name: str, token_ids: Sequence[int], num_vocab: int | None) -> No
         return
     if min(token_ids) < 0 or (num_vocab is not None and max(token_ids) >= num_vocab):
         allowed = "at least 0" if num_vocab is None else f"between 0 and {num_vocab - 1}"
-        raise BadRequest(f"{name} must be {allowed}", param=name)
+        raise BadRequest(f"{name}: a token's id must be {allowed}", param=name)

@@ -55,12 +55,15 @@ class PoolPlan:
         return max(1, min(wanted, share_bytes // self.layout.block_bytes))
 
     def context_tokens(self, num_blocks: int) -> int:
-        """The longest prompt and answer together. None is longer than the pool."""
-        return min(self._context_tokens(), num_blocks * self.layout.block_size)
+        """The longest prompt and answer together. None is longer than the pool, which is said."""
+        wanted, held = self._context_tokens(), num_blocks * self.layout.block_size
+        if held < wanted:
+            reason = f"the KV pool has {num_blocks} blocks"
+            _log.warning("context_cut", wanted=wanted, context_tokens=held, reason=reason)
+        return min(wanted, held)
 
     def _context_tokens(self) -> int:
-        own = self.spec.context_tokens
-        return min(self.options.context_tokens or own, own)
+        return self.spec.context_of(self.options.context_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,7 @@ def load_model(
     """
     folder = resolve_checkpoint(model)
     spec = ModelSpec.from_folder(folder)
+    spec.context_of(options.context_tokens)  # refused before anything is loaded
     device = plan_device(options, spec, folder)
     available_bytes = device.free_bytes() // (device.num_sharing or num_siblings)
     tokenizer = Tokenizer.load(folder)

@@ -18,6 +18,7 @@ from neuron_di.config import (
     WorkerOptions,
     is_loopback,
     raise_descriptor_limit,
+    require_address,
 )
 from neuron_di.errors import ConfigError
 from neuron_di.etcd import RegistryLike, open_registry
@@ -40,11 +41,14 @@ _log = get_logger(__name__)
 def run_worker(options: WorkerOptions) -> None:
     """Run one worker until SIGTERM or SIGINT; it drains first. ConfigError if it cannot start."""
     _check(options.hand_over)
+    require_address(options.host)
     if not options.insecure and not is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines, and a worker does whatever "
             "it is asked: listen on loopback, or say --insecure where that network is trusted"
         )
+    if options.port:
+        bind(options.host, options.port).close()  # what is taken is said now, not after the load
     raise_descriptor_limit()
     if options.core is not None:
         _pin(options.core, options.engine.tp)

@@ -11,9 +11,9 @@ from typing import Any
 
 from aiohttp import web
 
+from neuron_di.config import cannot_listen
 from neuron_di.errors import (
     CapacityError,
-    ConfigError,
     LocalProtocolError,
     NeuronDiError,
     WorkerFailed,
@@ -124,8 +124,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
+        raise cannot_listen(host, port, error) from None
 
 
 @asynccontextmanager

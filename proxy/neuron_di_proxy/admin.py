@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from neuron_di.clock import Deadline
-from neuron_di.errors import NeuronDiError, PeerError, PeerGone, PeerTimeout
+from neuron_di.errors import BadRequest, NeuronDiError, PeerError, PeerGone, PeerTimeout
 from neuron_di.obs import get_logger
 from neuron_di.wire import WorkerRecord
 from neuron_di.wire.admin import (
@@ -122,6 +122,9 @@ class Admin:
     async def change_role(self, order: RoleRequest) -> Lines:
         """Change a worker's role. Refuses with an error before the first line."""
         record = self._find(order.worker)
+        if record.role == order.role:
+            words = f"{record.worker_id} is a {order.role} worker already"
+            raise BadRequest(words, param="role")
         check = partial(check_may_change, record, order.role)
         if not order.force:
             check(self._others(record))

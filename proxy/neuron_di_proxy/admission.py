@@ -219,6 +219,8 @@ class Admission:
             self.num_running -= 1
             self.num_places -= ticket.num_places
             self._drain_rate.count()
+            if not self.num_running:
+                self._drain_rate.rest()
         elif ticket.state != "pushed out":
             self._leave_crowd(ticket)
         ticket.state = "closed"
@@ -307,6 +309,8 @@ class Admission:
     def _run(self, ticket: Ticket) -> None:
         self._count_pending_out(ticket)
         ticket.state = "running"
+        if not self.num_running:
+            self._drain_rate.begin()
         self.num_running += 1
         self.num_admitted += 1
         self.num_places += ticket.num_places

@@ -54,6 +54,8 @@ from neuron_di_proxy.status import HealthAnswer, report_health, report_proxy, re
 from neuron_di_proxy.tenant import NOBODY
 from neuron_di_proxy.tokenize import TokenizeKind, forward_tokenize
 
+_NO_SUCH_PATH = "there is no such path; GET /openapi.json lists all"
+
 _log = get_logger(__name__)
 
 
@@ -390,7 +392,7 @@ def _failure(error: HTTPException) -> Failed:
     """What the web framework refuses: unknown paths, wrong methods, bodies too large or slow."""
     return Failed(
         code=error.name.lower().replace(" ", "_"),
-        message=error.description or error.name,
+        message=_NO_SUCH_PATH if error.code == 404 else error.description or error.name,
         http_status=error.code or 500,
         retryable=False,
     )

@@ -23,7 +23,7 @@ from neuron_di_proxy.front_sweep import NEVER
 from neuron_di_proxy.half_close import probe_listener
 from neuron_di_proxy.quart_exchange import QuartExchange
 from neuron_di_proxy.refusal import Refusal
-from neuron_di_proxy.request_head import HeadTooLarge, RequestHead, read_head
+from neuron_di_proxy.request_head import RequestHead, check_begun, read_head
 from neuron_di_proxy.send_deadline import SendDeadline
 from neuron_di_proxy.service import Exchange
 from neuron_di_proxy.sized_body import SizedBody
@@ -228,9 +228,7 @@ class FrontConnection(asyncio.Protocol):
         is_preface = _HTTP2_PREFACE.startswith(bytes(received[:25]))  # some of it
         end = -1 if is_preface else received.find(b"\r\n\r\n")
         num_head_bytes = end + 4 if end >= 0 else len(received)
-        bytes_max = self._options.header_bytes_max
-        if num_head_bytes > bytes_max:
-            raise HeadTooLarge(f"the request's head has more than {bytes_max} bytes, the limit")
+        check_begun(received, num_head_bytes, self._options.header_bytes_max)
         if end < 0:
             if self._is_idle:
                 self._is_idle = False

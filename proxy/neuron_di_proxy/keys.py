@@ -74,7 +74,7 @@ class Keys:
         if record is None or not is_right or scheme.lower() != "bearer":
             raise Unauthorized(
                 "no API key was given: send 'Authorization: Bearer KEY'"
-                if authorization is None
+                if scheme.lower() != "bearer"
                 else "the API key is not valid"
             )
         if is_expired(record):

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from neuron_di.errors import KvError, NeuronDiError
+from neuron_di.errors import ClientError, KvError, NeuronDiError
 from neuron_di_proxy.directory import CandidDirectory
 from neuron_di_proxy.directory_metrics import directory_families
 from neuron_di_proxy.health import HealthReport
@@ -94,7 +94,8 @@ class Metrics(Collector):
         """A choice ended. `code` says why where it failed."""
         ended = receipt.finish_reason
         self._requests[ended, "" if code is None else bounded_code(code)] += 1
-        self.of(receipt.model).count(receipt)
+        if code not in _client_codes:  # what was refused is no answer, and took no time
+            self.of(receipt.model).count(receipt)
         last = receipt.attempts[-1] if receipt.attempts else None
         for attempt in receipt.attempts:
             reason = "" if attempt.code is None else bounded_code(attempt.code)
@@ -205,6 +206,7 @@ def _codes(kind: type[NeuronDiError]) -> Iterator[str]:
 
 
 _kv_codes = frozenset(_codes(KvError))
+_client_codes = frozenset(_codes(ClientError))
 _known_codes: set[str] = set()  # seen in use
 
 

@@ -67,6 +67,7 @@ class ModelMetrics:
         ) = self.histograms
         self.num_running = 0  # choices of requests that run, by those who run them
         self.num_waiting = 0  # likewise, of those that wait for their turn
+        self.num_unrouted = 0  # of those that run, by the runner: they wait for a worker
         self.num_by_reason = dict.fromkeys(_REASONS.values(), 0)
         self._num_prompt = 0
         self._num_cached = 0
@@ -126,11 +127,14 @@ def model_families(models: dict[str, ModelMetrics]) -> Iterable[Metric]:
         "vllm:num_requests_running", "answers that are computed", labels=(MODEL_LABEL,)
     )
     waiting = GaugeMetricFamily(
-        "vllm:num_requests_waiting", "answers that wait for their turn", labels=(MODEL_LABEL,)
+        "vllm:num_requests_waiting",
+        "answers that wait, for their turn or for a worker",
+        labels=(MODEL_LABEL,),
     )
     for model, metrics in models.items():
         for reason, count in metrics.num_by_reason.items():
             ended.add_metric((model, reason), count)
-        running.add_metric((model,), metrics.num_running)
-        waiting.add_metric((model,), metrics.num_waiting)
+        num_unrouted = metrics.num_unrouted
+        running.add_metric((model,), metrics.num_running - num_unrouted)
+        waiting.add_metric((model,), metrics.num_waiting + num_unrouted)
     yield from (ended, running, waiting)

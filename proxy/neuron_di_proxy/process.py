@@ -124,15 +124,18 @@ async def _run(options: ProxyOptions) -> None:
             place = others.place
             draining = asyncio.create_task(_drain_with(stop, others))
             stack.callback(draining.cancel)
-        if options.sibling_folder is None:  # the others are part of the first
-            _log.info("ready", url=url, **meeting.words())
-        if options.parent_pid is not None:
-            say(meeting.report(url))
-        settle_garbage()
+
+        def on_ready() -> None:
+            if options.sibling_folder is None:  # the others are part of the first
+                _log.info("ready", url=url, **meeting.words())
+            if options.parent_pid is not None:
+                say(meeting.report(url))
+            settle_garbage()
+
         allocator = Allocator()
         if allocator.keep_freed():
             stack.callback(look_every(LOOK_INTERVAL_S, allocator.give_back))
-        await serve(config, directory, sock, stop, place=place)
+        await serve(config, directory, sock, stop, place=place, on_ready=on_ready)
 
 
 async def _drain_with(stop: asyncio.Event, others: FurtherProcesses) -> None:

@@ -16,6 +16,7 @@ from typing import Self
 from neuron_di.child import Child, end
 from neuron_di.clock import Deadline
 from neuron_di.config import FrontOptions, LimitOptions, ProxyOptions, flags_of
+from neuron_di.errors import NeuronDiError
 from neuron_di.obs import LaunchReport, get_logger
 from neuron_di_proxy.siblings import SiblingPlace
 
@@ -59,9 +60,12 @@ class FurtherProcesses:
             self._children = [self._child(index) for index in range(1, num_processes)]
             stack.push_async_callback(self._end)
             deadline = Deadline.after(START_TIMEOUT_S)
-            async with asyncio.TaskGroup() as group:
-                for child in self._children:
-                    group.create_task(child.start(deadline, lambda _name, _report: None))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for child in self._children:
+                        group.create_task(child.start(deadline, lambda _name, _report: None))
+            except* NeuronDiError as failures:
+                raise failures.exceptions[0] from None  # one's reason is that of all
             self._watches = [
                 asyncio.create_task(child.keep_up(START_TIMEOUT_S, lambda _words: None))
                 for child in self._children

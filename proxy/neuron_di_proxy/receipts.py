@@ -40,8 +40,8 @@ class AttemptReceipt(msgspec.Struct, frozen=True, kw_only=True):
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """A finished request. Durations are seconds, as the proxy saw them unless a leg says so.
 
-    `queued_s` is the wait for a turn; `ttft_s` and `e2e_s` count from before it, as the client's
-    clock does. What is said of workers and KV is said of the last attempt.
+    `queued_s` is the wait for a turn, and for workers; `ttft_s` and `e2e_s` count from before it,
+    as the client's clock does. What is said of workers and KV is said of the last attempt.
     """
 
     request_id: RequestId
@@ -79,6 +79,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     tenant: str = EVERYBODY.name
     accepted_s: float = msgspec.field(default_factory=now_s)
     arrived_s: float | None = None  # its head was here; None: it did not wait
+    unrouted_s: float = 0.0  # waited for a worker, in all
     first_token_s: float | None = None
     last_token_s: float = 0.0
     emitted: list[int] = msgspec.field(default_factory=list)  # ids of all tokens given on
@@ -146,7 +147,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             num_prompt=num_prompt,
             num_generated=self.finished.num_generated if self.finished else num_emitted,
             num_cached=num_cached,
-            queued_s=self.accepted_s - arrived_s,
+            queued_s=self.accepted_s - arrived_s + self.unrouted_s,
             ttft_s=ttft_s,
             itl_mean_s=itl_mean_s,
             e2e_s=now_s() - arrived_s,

@@ -9,10 +9,12 @@ Waiting until a worker is there is not an attempt; `queue_timeout_s` bounds it.
 
 import asyncio
 import random
+from collections.abc import Callable
+from typing import Protocol
 
 from msgspec import structs
 
-from neuron_di.clock import Deadline
+from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
 from neuron_di.errors import CapacityError, NeuronDiError, PeerGone, PeerRefused, WorkerFailed
 from neuron_di.obs import get_logger
@@ -35,6 +37,16 @@ BUDGET_BURST = 100.0
 CONFIRM_S = 1.0  # until a worker whose connection broke has answered, or is known to be lost
 
 _log = get_logger(__name__)
+
+
+class RouteCounts(Protocol):
+    """Of one model."""
+
+    num_unrouted: int  # requests that wait for a worker that can take them
+
+
+class _Uncounted:
+    num_unrouted = 0
 
 
 class RetryBudget:
@@ -62,7 +74,8 @@ class RequestRunner:
         runner = RequestRunner(workers, router, health, limits, random.Random(seed))
         finished = await runner.run(request, record, emit)
 
-    `workers` opens legs (the `Workers` protocol), `router` is a Router over the same `health`.
+    `workers` opens legs (the `Workers` protocol), `router` is a Router over the same `health`,
+    `counts_of` says where to count the requests of a model that find no worker.
     `health` should be entered; it never is by this class.
     """
 
@@ -73,7 +86,9 @@ class RequestRunner:
         health: Health,
         limits: LimitOptions,
         rng: random.Random,
+        counts_of: Callable[[str], RouteCounts] = lambda _model: _Uncounted(),
     ) -> None:
+        self._counts_of = counts_of
         self._router = router
         self._health = health
         self._limits = limits
@@ -186,7 +201,17 @@ class RequestRunner:
                 if not record.attempts or queue.has_passed():
                     raise
             wait_s = min(ROUTE_POLL_S, queue.remaining_s(), deadline.remaining_s())
-            await self._health.wait_change(max(wait_s, 1e-3))
+            await self._wait_for_workers(record, max(wait_s, 1e-3))
+
+    async def _wait_for_workers(self, record: RequestRecord, timeout_s: float) -> None:
+        """One may join or recover. Who waits for that is no request that runs."""
+        counts, since_s = self._counts_of(record.model), now_s()
+        counts.num_unrouted += 1
+        try:
+            await self._health.wait_change(timeout_s)
+        finally:
+            counts.num_unrouted -= 1
+            record.unrouted_s += now_s() - since_s
 
     def _learn(self, attempt: Attempt, error: NeuronDiError) -> None:
         """Tell health who is at fault, or have a pair tested whose workers accuse each other."""

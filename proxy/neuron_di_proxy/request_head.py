@@ -35,11 +35,18 @@ _LENGTH_DIGITS_MAX = 18
 _VERSIONS: dict[str, Literal["1.0", "1.1"]] = {"1.0": "1.0", "1.1": "1.1"}
 
 
+_TLS_HELLO = b"\x16\x03"  # a record of a handshake, of any version
+
+
 class HeadTooLarge(ClientError):
     """Raised when a request's head is larger than a limit."""
 
     http_status = 431
     code = "request_header_fields_too_large"
+
+
+class NotHttp(ClientError):
+    """Raised when a connection begins with something else than HTTP."""
 
 
 class RequestHead(NamedTuple):
@@ -99,6 +106,14 @@ class _Known(NamedTuple):
 
 
 _known: dict[tuple[bytes, ...], _Known] = {}  # oldest first
+
+
+def check_begun(received: bytearray, num_head_bytes: int, bytes_max: int) -> None:
+    """Raises for what need not be waited for: HeadTooLarge, or NotHttp for a client's TLS."""
+    if num_head_bytes > bytes_max:
+        raise HeadTooLarge(f"the request's head has more than {bytes_max} bytes, the limit")
+    if received.startswith(_TLS_HELLO):
+        raise NotHttp("this port speaks HTTP without TLS: use http://")
 
 
 def read_head(raw: bytes) -> RequestHead:

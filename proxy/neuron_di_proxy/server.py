@@ -3,9 +3,10 @@
 import asyncio
 import socket
 import ssl
+from collections.abc import Callable
 
 from neuron_di.clock import Deadline
-from neuron_di.config import is_loopback
+from neuron_di.config import cannot_listen, is_loopback, require_address
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
 from neuron_di_proxy.app import create_app
@@ -29,6 +30,7 @@ def bind(config: ProxyConfig, *, is_first: bool = True) -> socket.socket:
     Raises ConfigError when the address cannot be had, or must not be had: others could reach it
     and there are no keys.
     """
+    require_address(config.host)
     _check_exposure(config)
     is_shared = config.front.processes > 1
     if is_shared and is_first:
@@ -54,10 +56,7 @@ def _bind(config: ProxyConfig, *, is_shared: bool) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}. "
-            "Stop what uses the port, or choose another (0: any free one)."
-        ) from None
+        raise cannot_listen(config.host, config.port, error) from None
     return sock
 
 
@@ -92,11 +91,14 @@ async def serve(
     *,
     takes_hot: bool = True,
     place: SiblingPlace | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until `shutdown` is set; then drain and return. Takes over `sock`, and closes it.
 
-    While it drains, running requests end and new ones are answered with 503. Without
-    `takes_hot`, Quart answers everything. `place` says which of several processes this is.
+    `on_ready` is called once nothing can keep it from answering any more. ConfigError before that:
+    keys, TLS or an extra cannot be had. While it drains, running requests end and new ones are
+    answered with 503. Without `takes_hot`, Quart answers everything. `place` says which of several
+    processes this is.
     """
     tls = tls_context(config)
     async with (
@@ -109,6 +111,7 @@ async def serve(
         front = Front(service, hypercorn, tls, takes_hot=takes_hot)
         await hypercorn.start()
         await front.start(sock)
+        on_ready()
         try:
             await shutdown.wait()
             front.drain()

@@ -77,11 +77,13 @@ class Service:
             load_of=self.health.load_of,
             rng=rng,
         )
-        self.runner = RequestRunner(self.client, self.router, self.health, limits, rng)
+        self.metrics = Metrics(self)
+        self.runner = RequestRunner(
+            self.client, self.router, self.health, limits, rng, self.metrics.of
+        )
         self.keys = Keys(config.front.api_keys, config.front.processes)
         self.admission = Admission(limits, self._num_slots)
         self.receipts = ReceiptStore()
-        self.metrics = Metrics(self)
         self.tracing = Tracing(config.front.otlp_endpoint, self.metrics.count_traces)
         self._self_test = SelfTest(self.client, directory, self.health, limits, self.pairs, rng)
         self._traits = TraitsBook(directory)

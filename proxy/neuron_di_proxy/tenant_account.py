@@ -34,7 +34,7 @@ class TenantAccount:
         requests_max = self.tenant.requests_max
         if requests_max is not None and self.num_open >= requests_max:
             raise RateLimited(
-                f"{self.num_open} requests with this API key are open, which is its limit",
+                f"{self.num_open} requests of this API key's tenant are open, which is its limit",
                 retry_after_s=drain_rate.wait_s(1),
             )
         if self._requests is not None:

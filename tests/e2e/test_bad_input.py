@@ -157,6 +157,31 @@ async def test_not_enough_memory_for_the_pool(llama: Path) -> None:
     assert "blocks fit" in refusal, "what would do"
 
 
+async def test_more_context_than_the_model_has(llama: Path) -> None:
+    refusal = await _refusal(str(llama), "--context-tokens", "5000")
+    assert "--context-tokens 5000 is more than the model's 4096" in refusal
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--api-keys={none}"], "cannot read the key file {none}"),
+        (["--tls-cert={none}", "--tls-key={none}"], "cannot use the certificate {none}"),
+        (["--otlp-endpoint=nonsense"], "the OTLP endpoint must be an address"),
+    ],
+    ids=["keys", "tls", "otlp"],
+)
+async def test_what_the_proxy_cannot_serve_with(
+    tmp_path: Path, llama: Path, flags: list[str], named: str, processes: str
+) -> None:
+    none = str(tmp_path / "none.pem")
+    filled = [flag.format(none=none) for flag in (*flags, f"--processes={processes}")]
+    for name, arguments in (("serve", [str(llama)]), ("proxy", [])):
+        refusal = await _refusal(*arguments, *filled, name=name)
+        assert named.format(none=none) in refusal
+
+
 async def test_port_in_use(llama: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

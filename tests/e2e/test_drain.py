@@ -163,7 +163,10 @@ async def test_only_operators_may_order(llama: Path, tmp_path: Path) -> None:
                 f"neuron-di: {proxy.url} wants an operator's API key for this\n"
             )
             ended = await run(*arguments, "--url", proxy.url)
-            assert ended.stderr == f"neuron-di: {proxy.url} wants an API key: give --key\n"
+            assert (
+                ended.stderr
+                == f"neuron-di: {proxy.url} wants an API key: set KEY_NEURON_DI, or give --key\n"
+            )
 
 
 async def _workers(client: Client) -> list[dict]:

@@ -39,6 +39,21 @@ def test_demo_prints_an_answer_and_a_receipt() -> None:
     assert "decode-0" in receipt
 
 
+def test_one_prompt_is_one_prompt_and_no_list_of_letters() -> None:
+    out = run(
+        "-c",
+        "from neuron_di import LLM, SamplingParams\n"
+        "greedy = SamplingParams(temperature=0, max_tokens=8)\n"
+        "with LLM('examples/models/tiny-tales', threads=1) as llm:\n"
+        "    first, = llm.generate('Once upon a time', greedy)\n"
+        "    same, = llm.generate(['Once upon a time'], greedy)\n"
+        "    ids, = llm.generate(first.prompt_ids, greedy)\n"
+        "    assert llm.generate([], greedy) == []\n"
+        "    print(first.text == same.text == ids.text, len(first.token_ids))",
+    )
+    assert out == "True 8\n"
+
+
 def test_offline_example_equals_the_one_process_engine() -> None:
     prompt = "Once upon a time there was a small fox"
     out = run("examples/offline_di.py", "--prompt", prompt)

@@ -137,6 +137,13 @@ async def test_sigint_while_it_starts(llama: Path) -> None:
         assert children_of(serving.pid) == []
 
 
+async def test_the_program_alone_says_what_it_can_do() -> None:
+    ended = await run()
+    assert (ended.code, ended.stdout) == (2, "")
+    assert "serve" in ended.stderr
+    assert "COMMAND" in ended.stderr
+
+
 async def test_status_of_nobody() -> None:
     ended = await run("status", "--url", "http://127.0.0.1:1")
     assert ended.code == 1

@@ -47,6 +47,7 @@ def test_complaints_are_config_errors(parser, argv, expected):
         parser.parse_args(argv)
     assert expected in str(caught.value)
     assert "--parent-pid " not in f"{caught.value} "
+    assert "neuron-di" not in str(caught.value)  # whoever shows it says so
 
 
 def test_the_model_may_stand_anywhere(parser):

@@ -76,6 +76,12 @@ def test_the_three_sources_say_the_same(key, write):
     assert value in {getattr(o, key, None) for o in (by_flag, by_flag.engine, by_flag.limits)}
 
 
+@pytest.mark.parametrize("flag", ["--prefill=2", "--decode=2", "--prefill-tp=1", "--decode-tp=2"])
+def test_a_combined_worker_and_how_many_of_each_contradict_each_other(flag):
+    with pytest.raises(ConfigError, match="--combined is one worker"):
+        load(ServeOptions, ["m", "--combined", flag])
+
+
 def test_bools_and_lists_in_each_source(write):
     assert load(ServeOptions, ["m", "--combined"]).combined
     assert load(ServeOptions, ["m"], {"NEURON_DI_COMBINED": "yes"}).combined

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from neuron_di.errors import CheckpointError
+from neuron_di.errors import CheckpointError, ConfigError
 from neuron_di.models import ModelSpec
 
 LLAMA: dict[str, object] = {
@@ -43,6 +43,13 @@ def test_llama_defaults() -> None:
     assert not spec.has_tied_embeddings
     assert not spec.has_qkv_bias
     assert not spec.has_qk_norm
+
+
+def test_the_context_is_what_an_operator_wants_up_to_the_models_own() -> None:
+    spec = read({})
+    assert [spec.context_of(wanted) for wanted in (None, 1, 512)] == [512, 1, 512]
+    with pytest.raises(ConfigError, match="--context-tokens 513 is more than the model's 512"):
+        spec.context_of(513)
 
 
 def test_families_differ_where_they_should() -> None:

@@ -48,6 +48,7 @@ async def post(proxy: RunningProxy, path: str, body: bytes, **headers: str) -> t
         ("/admin/drain", b'{"worker": "' + b"d" * 5000 + b'"}', 413, "request_too_large"),
         ("/admin/role", b'{"worker": "p", "role": "decode"}', 409, "last_worker"),
         ("/admin/role", b'{"worker": "p", "role": "king"}', 400, "invalid_request"),
+        ("/admin/role", b'{"worker": "p", "role": "prefill"}', 400, "invalid_request"),
         ("/admin/role", b'{"worker": "p"}', 400, "invalid_request"),
     ],
 )

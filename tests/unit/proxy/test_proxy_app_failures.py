@@ -163,6 +163,12 @@ async def test_paths_and_methods_that_are_not_there(playing, method, path, statu
         assert response.headers["X-Request-Id"]
 
 
+async def test_who_asks_for_a_path_that_is_not_there_is_told_where_to_look(playing):
+    async with playing.proxy.http.post("/v1/embeddings", json={}) as response:
+        assert response.status == 404
+        assert "/openapi.json" in (await response.json())["error"]["message"]
+
+
 async def test_a_bug_of_ours_tells_the_client_nothing_of_itself(playing, caplog):
     def fail():
         raise RuntimeError("secret path /etc/x")

@@ -6,6 +6,7 @@ The names begin with the abuse cases' numbers.
 import asyncio
 import contextlib
 import socket
+import ssl
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -86,6 +87,19 @@ async def test_b03_a_large_head_or_many_headers_are_refused(hurried, line):
 async def test_b03_a_head_without_an_end_is_refused_at_the_limit(hurried):
     response = await refusal(hurried, b"GET / HTTP/1.1\r\n" + b"X: yyyyyyy\r\n" * 2000)
     assert response.status == 431
+
+
+async def test_a_client_that_speaks_tls_is_told_at_once_that_nobody_does(stack, playing):
+    proxy = await stack.enter_async_context(  # one with much patience
+        RunningProxy(ProxyConfig(limits=AT_ONCE), playing.proxy.directory.records)
+    )
+    hello = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="x")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    response = await refusal(proxy, hello.read())
+    assert (response.status, all_keys(response)) == (400, True)
+    assert b"http://" in response.body
 
 
 async def test_b04_a_connection_without_bytes_is_ended(hurried):

@@ -186,6 +186,13 @@ def test_a_key_expires_while_the_proxy_runs(path, clock):
         keys.tenant_of(f"Bearer {flipped(text)}")
 
 
+@pytest.mark.parametrize("scheme", ["", "Basic ", "bearer:"])
+def test_who_leaves_the_scheme_out_is_told_how_a_key_is_sent(path, scheme):
+    text = add_key(path)
+    with pytest.raises(Unauthorized, match="Authorization: Bearer KEY"):
+        Keys(str(path)).tenant_of(f"{scheme}{text}")
+
+
 def test_a_change_of_the_file_is_seen_within_a_second(path, clock):
     alice = add_key(path, "alice")
     keys = Keys(str(path))

@@ -1,6 +1,7 @@
 """What GET /metrics says."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from metric_samples import parse, samples
@@ -107,6 +108,49 @@ async def test_failures_are_counted_by_their_code(cluster):
     assert seen["neuron_di_requests_total", "error", "invalid_request"] == 1
     assert seen["neuron_di_requests_total", "error", "model_not_found"] == 1
     assert seen["neuron_di_attempts_total", "over_capacity"] == 1
+
+
+@pytest.mark.parametrize(("fault", "status", "num"), [("client", 400, 0), ("us", 500, 1)])
+async def test_what_a_worker_refuses_for_the_clients_own_fault_is_no_answer(
+    cluster, fault, status, num
+):
+    code = {"client": "invalid_request", "us": "internal_error"}[fault]
+
+    async def refuse(leg):
+        await leg.send(
+            Failed(code=code, message="", http_status=status, retryable=False, fault=fault)
+        )
+
+    cluster.prefill.script = refuse
+    await cluster.proxy.post("/v1/completions", **FIELDS)
+    seen = await samples(cluster.proxy)
+    assert seen["neuron_di_requests_total", "error", code] == 1
+    assert seen["vllm:request_success_total", "error", "tiny"] == num
+    assert seen["vllm:e2e_request_latency_seconds_count", "tiny"] == num
+
+
+async def test_who_waits_for_a_worker_waits_and_its_receipt_says_how_long(playing, stack):
+    records = [playing.prefill.record]
+    limits = replace(AT_ONCE, queue_timeout_s=30)
+    proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=limits), records))
+    asking = asyncio.create_task(proxy.post("/v1/completions", **FIELDS))
+
+    async def waits():
+        seen = await samples(proxy)
+        return seen.get(("vllm:num_requests_waiting", "tiny")) == 1
+
+    await until(waits)
+    assert (await samples(proxy))["vllm:num_requests_running", "tiny"] == 0
+    await asyncio.sleep(0.2)  # at least so long
+    proxy.directory.records.append(playing.decode.record)
+    status, answer = await asking
+    assert status == 200
+    seen = await samples(proxy)
+    assert seen["vllm:num_requests_waiting", "tiny"] == 0
+    assert seen["vllm:num_requests_running", "tiny"] == 0
+    _, receipt = await proxy.get(f"/v1/receipts/{answer['id']}")
+    assert 0.2 <= receipt["queued_s"] <= receipt["e2e_s"]
+    assert seen["vllm:request_queue_time_seconds_sum", "tiny"] >= 0.2
 
 
 async def test_a_client_that_leaves_is_counted(cluster):

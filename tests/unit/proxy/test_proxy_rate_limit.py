@@ -104,6 +104,7 @@ def test_limits_that_change_while_the_proxy_runs_count_at_once(clock):
 
 def test_the_guess_of_when_to_come_back_follows_what_ends_and_is_bounded(clock):
     rate = DrainRate()
+    rate.begin()
     assert rate.wait_s(100) == WAIT_S_UNKNOWN
     for _ in range(1000):
         clock.now_s += 0.1
@@ -115,3 +116,18 @@ def test_the_guess_of_when_to_come_back_follows_what_ends_and_is_bounded(clock):
     assert 30 < rate.wait_s(50) <= WAIT_S_MAX
     clock.now_s += 1e9
     assert rate.wait_s(1) == WAIT_S_MAX
+
+
+@pytest.mark.parametrize("num_ended", [1, 2, 20])
+def test_the_guess_is_right_from_the_first_end_on_and_after_a_rest(clock, num_ended):
+    rate = DrainRate()
+    for rest_s in (0, 3600):
+        clock.now_s += rest_s
+        rate.begin()
+        for _ in range(num_ended):
+            clock.now_s += 1.5
+            rate.count()
+        assert rate.wait_s(4) == pytest.approx(6.0, rel=0.1)
+        rate.rest()
+        clock.now_s += 100
+        assert rate.wait_s(4) == pytest.approx(6.0, rel=0.1)

@@ -1,6 +1,7 @@
 """A child process is heard, started again, and never left behind."""
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -211,6 +212,18 @@ async def test_the_end_is_asked_for_and_then_made():
     assert not any(psutil.pid_exists(pid) for pid in pids if pid is not None)
 
 
+async def test_the_end_of_one_that_just_ended_keeps_its_code(monkeypatch):
+    """Who asks whether a process has ended takes its code, and whoever waits for it gets none."""
+    polls = []
+    async with child_of(lambda: python(READY, WAIT)) as child:
+        await start(child)
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess.Popen, "poll", polls.append)
+            child.terminate()
+        assert await child.life() == "prefill-0 was ended by signal 15"
+    assert polls == []
+
+
 async def test_a_start_that_is_cancelled_leaves_nothing():
     async with child_of(lambda: python(WAIT)) as child:
         starting = asyncio.create_task(start(child))
@@ -221,3 +234,57 @@ async def test_a_start_that_is_cancelled_leaves_nothing():
         await asyncio.wait({starting})
         await asyncio.wait_for(child.gone(), DEADLINE_S)
         assert not psutil.pid_exists(pid)
+
+
+async def test_what_needs_a_child_is_given_up_once_that_has_ended():
+    cancelled = asyncio.Event()
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async with child_of(lambda: python(READY, "raise SystemExit(3)")) as child:
+        await start(child)
+        with pytest.raises(PeerGone, match="prefill-0 ended by itself with code 3"):
+            await child.while_it_lives(work())
+    assert cancelled.is_set()
+
+
+async def test_what_needs_a_child_is_done_while_it_lives():
+    done = []
+
+    async def work():
+        done.append(1)
+
+    async def broken():
+        raise ConfigError("no")
+
+    async with child_of(lambda: python(READY, WAIT)) as child:
+        await start(child)
+        await child.while_it_lives(work())
+        with pytest.raises(ConfigError, match="no"):
+            await child.while_it_lives(broken())
+        assert child.is_ready
+    assert done == [1]
+
+
+async def test_what_needs_a_child_is_cancelled_with_who_waits():
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def work():
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with child_of(lambda: python(READY, WAIT)) as child:
+        await start(child)
+        waiting = asyncio.create_task(child.while_it_lives(work()))
+        await begun.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert ended.is_set()

@@ -1,5 +1,6 @@
 """Which NeuronCores each worker gets, and what is said when they do not suffice."""
 
+import asyncio
 import os
 import sys
 
@@ -295,7 +296,10 @@ async def test_a_worker_may_take_as_long_to_start_as_it_gives_its_load(
     async def nothing(*_):
         return ""
 
-    for name, double in {"start": start, "keep_up": keep_up, "life": nothing}.items():
+    async def life(_child):
+        await asyncio.Event().wait()
+
+    for name, double in {"start": start, "keep_up": keep_up, "life": life}.items():
         host.setattr(Child, name, double)
     host.setattr(Fleet, "_reachable", nothing)
     fleet = Fleet(ServeOptions(model="m", combined=True, engine=EngineOptions(device=device)))

@@ -108,7 +108,7 @@ def answer() -> Iterator[list[bytes]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(404 if self.path.startswith("/v1/") else 200)
             self.end_headers()
             self.wfile.write(said[0])
 
@@ -216,6 +216,11 @@ def test_who_is_no_proxy(answer):
     for url in ("http://127.0.0.1:1", "ftp://here"):
         with pytest.raises(PeerGone, match="no proxy answers at"):
             show_status(url, as_json=False)
+
+
+def test_an_address_with_a_path_is_told_from_one_without(answer):
+    with pytest.raises(PeerGone, match=r"404: give the proxy's address, without /v1"):
+        show_status(answer[1].decode() + "/v1", as_json=False)
 
 
 def test_what_moves_kv_is_said_once_for_each_kind():

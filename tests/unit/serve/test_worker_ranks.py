@@ -30,7 +30,7 @@ def test_roles_may_differ_in_ranks():
 
 
 def test_a_combined_worker_takes_the_common_number():
-    options = ServeOptions(model="m", combined=True, prefill_tp=4, engine=EngineOptions(tp=2))
+    options = ServeOptions(model="m", combined=True, engine=EngineOptions(tp=2))
     assert flags(Fleet(options), "combined-0")["tp"] == "2"
 
 
