@@ -9,6 +9,8 @@ from neuron_di.errors import BackendLost
 class DeviceLoss:
     """What a pool whose blocks lie on a device says of it. Mixed in before KvPool. Thread-safe."""
 
+    digested_at_once_bytes = 0  # the device is asked for them, and may let wait
+
     def __init__(self, *arguments: object, **fields: object) -> None:
         super().__init__(*arguments, **fields)
         self._loss_lock = threading.Lock()

@@ -68,6 +68,8 @@ class KvPool:
 
     # Whether a layer's KV can be read in `memory` as soon as the backend says that it is computed.
     streams_layers = True
+    # Digests of so many bytes take no longer than to wake another thread for them and to wait.
+    digested_at_once_bytes = 1 << 20
 
     def __init__(
         self, layout: KvLayout, num_blocks: int, incarnation: Incarnation, fd: int, view: mmap

@@ -76,6 +76,7 @@ class HalvesPool(KvPool):
     K has the lower half and V the upper."""
 
     halves_N2S: npt.NDArray[np.uint32]
+    digested_at_once_bytes = 0  # for what may happen meanwhile
 
     def read(self, block_ids: Sequence[BlockId], num_positions: int) -> npt.NDArray[np.uint64]:
         """The numbers of a request's first positions."""

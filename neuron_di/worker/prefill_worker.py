@@ -129,9 +129,13 @@ class PrefillWorker:
         )
         block_ids = list(request.block_ids)
         generations = self._pool.generations(block_ids)
-        digests = await asyncio.get_running_loop().run_in_executor(
-            None, self._digests, block_ids, identity, request.num_computed
-        )
+        digested = block_ids, identity, request.num_computed
+        num_bytes = len(block_ids) * self._pool.layout.block_bytes
+        if num_bytes <= self._pool.digested_at_once_bytes:
+            digests = self._digests(*digested)
+        else:
+            loop = asyncio.get_running_loop()
+            digests = await loop.run_in_executor(None, self._digests, *digested)
         return Ready(
             request_id=request.request_id,
             attempt=request.attempt,

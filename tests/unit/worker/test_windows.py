@@ -32,6 +32,7 @@ from neuron_di.errors import (
     StaleAttempt,
     StaleIncarnation,
 )
+from neuron_di.kv import KvPool
 from neuron_di.types import RequestId
 from neuron_di.wire import Finished, Parked, Released, Token
 from neuron_di.wire.handoff import SenderState
@@ -259,6 +260,7 @@ async def test_w7_a_retry_while_the_first_attempts_digests_are_made(prefill, dec
         return await run(executor, call, *arguments)
 
     with monkeypatch.context() as patch:
+        patch.setattr(KvPool, "digested_at_once_bytes", 0)
         patch.setattr(loop, "run_in_executor", run_slowly)
         old = start(prefill.prefill.run, prefill_leg("r"))
         await began.wait()
