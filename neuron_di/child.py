@@ -121,7 +121,7 @@ class Child:
         life, doing = asyncio.create_task(self.life()), asyncio.create_task(work)
         try:
             await asyncio.wait((life, doing), return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
+            if life.done():  # the reason for whatever else has failed
                 raise PeerGone(life.result())
             doing.result()
         finally:

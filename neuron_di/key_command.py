@@ -96,7 +96,10 @@ def _create(path: Path, flags: argparse.Namespace) -> str:
     try:
         keys[key_id] = msgspec.convert(fields, KeyRecord)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"a key cannot be like this: {error}") from None
+        reason = str(error)
+        if reason.endswith("`$.tenant`"):
+            reason = "a tenant's name has 1 to 64 letters, digits and ._@-"
+        raise ConfigError(f"a key cannot be like this: {reason}") from None
     write_key_file(path, keys)
     return text
 

@@ -79,3 +79,10 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path, capsys):
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_name_that_none_may_have_is_refused_in_words(capsys, file):
+    code, _, error = run(capsys, "create", file, "two words")
+    assert code == 2
+    assert "1 to 64 letters" in error
+    assert not os.path.exists(file)
