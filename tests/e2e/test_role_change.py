@@ -47,7 +47,7 @@ async def test_a_worker_changes_its_role_both_ways_under_load(tiny_tales: Path) 
             await eventually(lambda: _true_if_maps(decodes, 0))  # where their peers' pools lie, too
 
             for arguments, words in (
-                (("decode-0", "decode"), "this worker's role is decode already"),
+                (("decode-0", "decode"), "decode-0 is a decode worker already"),
                 (("prefill-1", "decode"), "no other prefill worker would be left for model tiny"),
             ):
                 refused = await run("role", *arguments, "--url", url)

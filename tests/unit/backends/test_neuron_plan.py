@@ -66,8 +66,9 @@ def test_defaults_are_bfloat16_and_the_models_context(llama_folder: Path, tmp_pa
     settings = manifest_for(llama_folder, options).settings
     assert settings.dtype == "bfloat16"
     assert settings.context_tokens == spec.context_tokens
-    longer = engine_options(tmp_path, context_tokens=10 * spec.context_tokens)
-    assert manifest_for(llama_folder, longer).settings.context_tokens == spec.context_tokens
+    longer = engine_options(tmp_path, context_tokens=spec.context_tokens + 1)
+    with pytest.raises(ConfigError, match="more than the model's"):
+        manifest_for(llama_folder, longer)
 
 
 @pytest.mark.parametrize(

@@ -66,5 +66,5 @@ async def test_a_refusal_reaches_the_caller(rules):
     params = SamplingParams(grammar=Grammar(kind="json_schema", value='{"not": {}}'))
     with pytest.raises(BadRequest, match="not supported: not"):
         await rules.rules_of(params)
-    with pytest.raises(BadRequest, match="logit_bias must be between"):
+    with pytest.raises(BadRequest, match="logit_bias: a token's id must be"):
         await rules.rules_of(SamplingParams(logit_bias=((10_000, 1.0),)))

@@ -1,5 +1,6 @@
 """What a worker refuses before it loads anything."""
 
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,13 +17,27 @@ def test_a_silence_shorter_than_two_heartbeats_is_refused(tmp_path):
         run_worker(options)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "some-name"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
 def test_where_others_reach_it_a_worker_starts_only_on_an_operators_word(tmp_path, host):
     none = str(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"can be reached from other machines.*--insecure"):
         run_worker(WorkerOptions(model=none, role="decode", host=host))
     with pytest.raises(CheckpointError):  # it came to the model
         run_worker(WorkerOptions(model=none, role="decode", host=host, insecure=True))
+
+
+def test_a_name_that_is_none_is_said_before_who_could_reach_it(tmp_path):
+    options = WorkerOptions(model=str(tmp_path / "none"), role="decode", host="x" * 64)
+    with pytest.raises(ConfigError, match=r"cannot listen on x+: .*address of this machine"):
+        run_worker(options)
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = WorkerOptions(model=str(tmp_path / "none"), role="decode", port=port)
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*in use.*another"):
+            run_worker(options)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
