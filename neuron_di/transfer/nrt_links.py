@@ -216,18 +216,18 @@ class NrtLinks:
     def _welcome(self, link: ControlLink, hello: Hello, guest: Guest) -> Exchange:
         """A link to a guest that is proved. Its sends go by it, once this returns."""
         peer, deadline = hello.decode, Deadline.after(self._times.connect_s)
-        with self._alone(peer, "send"):
-            if hello.attempt <= guest.attempt:
-                raise PeerRefused("a control connection of an earlier attempt")
-            guest.attempt = hello.attempt
-            self._until_quiet(peer, "send", deadline)
-            try:
+        try:
+            with self._alone(peer, "send"):
+                if hello.attempt <= guest.attempt:
+                    raise PeerRefused("a control connection of an earlier attempt")
+                guest.attempt = hello.attempt
+                self._until_quiet(peer, "send", deadline)
                 handshake = self._handshake(link, peer, guest.region, deadline)
                 exchange = handshake.as_prefill(guest.pairs)
                 self._keep(peer, "send", exchange)
-            except BaseException as error:
-                link.shut()
-                raise self._as_peer_error(error) from None
+        except BaseException as error:
+            link.shut()  # not before: whoever sees its end may link anew at once
+            raise self._as_peer_error(error) from None
 
         def serve() -> None:
             guest.sender.serve(exchange)

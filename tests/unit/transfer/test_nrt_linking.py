@@ -29,7 +29,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
 )
 from neuron_di.transfer.nrt_frames import ACCEPT, OFFER, READY, REFUSE, Frame
-from neuron_di.transfer.nrt_link import dial_link
+from neuron_di.transfer.nrt_link import ControlLink, dial_link
 from neuron_di.transfer.tcp_proof import Hello
 from neuron_di.types import Incarnation
 from neuron_di.wire import NrtRegion, TcpRegion
@@ -358,6 +358,21 @@ def hostile_decode(two):
     )
     with closing(dialled.link) as link:
         yield link
+
+
+def test_who_sees_that_its_link_was_cut_may_make_another_at_once(two, monkeypatch):
+    links, shut, linking = two.prefill.engine._links, ControlLink.shut, []
+
+    def noting(link):
+        linking.append(set(links._linking))  # others are refused meanwhile
+        shut(link)
+
+    monkeypatch.setattr(ControlLink, "shut", noting)
+    with hostile_decode(two) as link:
+        link.send(Frame(READY))
+        with pytest.raises(PeerError):
+            link.read(Deadline.after(10.0))
+    assert linking[0] == set()
 
 
 @pytest.mark.parametrize("kind", [OFFER, ACCEPT, REFUSE, READY])
