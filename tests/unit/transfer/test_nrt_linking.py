@@ -1,7 +1,7 @@
 """How two devices are linked: who may, what proves it, what is counted, what a refusal says."""
 
 import socket
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +20,6 @@ from nrt_kit import (
     until,
 )
 
-from neuron_di.clock import Deadline
 from neuron_di.errors import (
     PeerError,
     PeerGone,
@@ -28,9 +27,6 @@ from neuron_di.errors import (
     PeerTimeout,
     RemoteProtocolError,
 )
-from neuron_di.transfer.nrt_frames import ACCEPT, OFFER, READY, REFUSE, Frame
-from neuron_di.transfer.nrt_link import ControlLink, dial_link
-from neuron_di.transfer.tcp_proof import Hello
 from neuron_di.types import Incarnation
 from neuron_di.wire import NrtRegion, TcpRegion
 
@@ -340,59 +336,6 @@ def test_a_decode_worker_that_starts_anew_gets_new_connections_of_the_same_prefi
         assert ended(two.prefill.engine.post_send(OTHER, _send_of(receive))) is None
         assert ended(token) is None
         assert (successor.blocks[1] == two.prefill.blocks[4]).all()
-
-
-@contextmanager
-def hostile_decode(two):
-    """A proved decode worker that then says what it likes."""
-    region = accept(two)
-    own = two.decode.engine.local_region(PREFILL)
-    hello = Hello(attempt=1, index=0, num_streams=1, decode=DECODE, prefill=PREFILL)
-    dialled = dial_link(
-        region,
-        hello,
-        own_secret=own.secret,
-        tls=None,
-        silence_s=5.0,
-        deadline=Deadline.after(5.0),
-    )
-    with closing(dialled.link) as link:
-        yield link
-
-
-def test_who_sees_that_its_link_was_cut_may_make_another_at_once(two, monkeypatch):
-    links, shut, linking = two.prefill.engine._links, ControlLink.shut, []
-
-    def noting(link):
-        linking.append(set(links._linking))  # others are refused meanwhile
-        shut(link)
-
-    monkeypatch.setattr(ControlLink, "shut", noting)
-    with hostile_decode(two) as link:
-        link.send(Frame(READY))
-        with pytest.raises(PeerError):
-            link.read(Deadline.after(10.0))
-    assert linking[0] == set()
-
-
-@pytest.mark.parametrize("kind", [OFFER, ACCEPT, REFUSE, READY])
-def test_a_decode_worker_that_speaks_out_of_turn_is_cut_off(two, kind):
-    with hostile_decode(two) as link:
-        link.send(Frame(kind))
-        with pytest.raises(PeerError):
-            link.read(Deadline.after(10.0))
-    two.prefill.engine.disconnect(DECODE)
-    two.link()
-    check_moves(two)
-
-
-def test_a_decode_worker_that_says_nothing_is_cut_off():
-    with (
-        two_ends(NrtTimes(connect_s=0.3), is_linked=False) as two,
-        hostile_decode(two) as link,
-        pytest.raises(PeerGone),
-    ):
-        link.read(Deadline.after(10.0))
 
 
 def test_a_stranger_at_the_control_port_is_told_nothing(two):
