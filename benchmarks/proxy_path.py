@@ -199,6 +199,7 @@ class Path:
             connection.connection_made(transport)
             self._clients.append((connection, transport))
         self.num_writes = 0  # of all clients, in the last round
+        self._crowd_turns = -(-num_streams // 8)  # so many begin, and end, in a turn of the loop
         self._on_s = 0.0
 
     def close(self) -> None:
@@ -208,7 +209,7 @@ class Path:
     async def round(self, request: bytes, reply_tokens: int) -> float:
         """Answer one request of each client. Seconds of CPU time for each of them."""
         self._on_s = 0.0
-        await self._on_clock(lambda: self._ask(request), turns=4)
+        await self._on_clock(lambda: self._ask(request), turns=3 + self._crowd_turns)
         prefill, decode = self._loop.links[1], self._loop.links[2]
         first, second = prefill.opened(), decode.opened()
         assert len(first) == len(second) == len(self._clients), "a leg is missing"
@@ -228,7 +229,7 @@ class Path:
             is_last = index == reply_tokens - 1
             says = [(number, finished(reply_tokens)) for number in numbers if is_last]
             await self._on_clock(decode.frame(Told(tokens, says)), turns=1)
-        await self._on_clock(lambda: None, turns=3)
+        await self._on_clock(lambda: None, turns=2 + self._crowd_turns)
         prefill.opened()  # what was closed
         decode.opened()
         self.num_writes = 0
