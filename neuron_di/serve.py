@@ -29,6 +29,7 @@ from neuron_di.config import (
     WorkerOptions,
     child_environment,
     flags_of,
+    local_folder,
 )
 from neuron_di.cuda_devices import count_devices, share_devices
 from neuron_di.errors import NeuronDiError, PeerTimeout
@@ -138,6 +139,7 @@ class Fleet:
             child.kill()
 
     async def _start(self) -> None:
+        local_folder(self._options.model)  # a wrong path is said before anything is started
         if self._options.engine.device == "neuron":
             self._share_neuron_cores()
         if self._options.engine.device == "cuda":

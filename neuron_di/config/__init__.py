@@ -10,6 +10,7 @@ from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
 from neuron_di.config.load import load_options, refused_variables
+from neuron_di.config.model_folder import local_folder
 from neuron_di.config.neuron import NeuronOptions
 from neuron_di.config.option import ByteSize
 from neuron_di.config.options import (
@@ -50,6 +51,7 @@ __all__ = [
     "flags_of",
     "is_loopback",
     "load_options",
+    "local_folder",
     "raise_descriptor_limit",
     "refused_variables",
     "require_address",

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from neuron_di.config import local_folder
 from neuron_di.errors import CheckpointError
 from neuron_di.models.shard import Part, Shard
 from neuron_di.models.spec import ModelSpec, read_json_object
@@ -27,11 +28,8 @@ def resolve_checkpoint(model: str) -> Path:
 
     A hub id is downloaded, or taken from the hub's cache. Raises CheckpointError.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    if (folder := local_folder(model)) is not None:
         return folder
-    if model.count("/") > 1 or model.startswith((".", "/", "~")):
-        raise CheckpointError(f"model folder {model} does not exist")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,0 +1,30 @@
+"""A wrong path of the model: said at once, before any process is started."""
+
+import pytest
+
+from neuron_di.config import ServeOptions, local_folder
+from neuron_di.errors import CheckpointError
+from neuron_di.serve import Fleet
+
+
+async def test_a_folder_that_is_not_there_starts_no_process(tmp_path):
+    heard = []
+    options = ServeOptions(model=str(tmp_path / "nowhere"), port=0)
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        async with Fleet(options, lambda name, _: heard.append(name)):
+            pass
+    assert heard == []
+
+
+def test_a_file_is_told_from_a_folder(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    assert local_folder(str(tmp_path)) == tmp_path
+    with pytest.raises(CheckpointError, match=r"is a file: give the folder that has config\.json"):
+        local_folder(str(file))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "meta-llama/Llama-3.2-1B"])
+def test_a_hub_id_is_no_path(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert local_folder(model) is None
