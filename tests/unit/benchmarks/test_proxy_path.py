@@ -9,7 +9,7 @@ import pytest
 from benchmarks.proxy_load import Load
 from benchmarks.proxy_path import NowhereLoop, Path
 
-NUM_STREAMS = 20  # more than begin, or end, in one turn of the loop
+NUM_STREAMS = 60  # many more than begin, or end, in one turn of the loop
 
 
 def on_a_path(use):
