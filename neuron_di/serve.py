@@ -299,6 +299,7 @@ class Fleet:
             hand_over=options.hand_over,
             kv_transfer=options.kv_transfer,
             drain_timeout_s=options.limits.drain_timeout_s,
+            hang_timeout_s=options.hang_timeout_s,
             core=cores[first_core % len(cores)] if options.pin else None,
             parent_pid=os.getpid(),
             # They share the memory that is free now; those that are ready have taken theirs.

@@ -151,6 +151,16 @@ def _tp(role: str) -> Any:
     )
 
 
+def _hang_timeout() -> Any:
+    return option(
+        "seconds that a step, or a turn of the event loop, of a worker may take, then its process "
+        "says where it hangs and ends; none lets it hang",
+        default=300.0,
+        at_least=1,
+        at_most=86_400,
+    )
+
+
 def _parent_pid() -> Any:
     return option("process whose end ends this one", default=None, at_least=1, hidden=True)
 
@@ -206,6 +216,7 @@ class WorkerOptions:
     drain_timeout_s: float = option(
         "seconds that running requests get to finish at shutdown", default=60.0, at_least=0
     )
+    hang_timeout_s: float | None = _hang_timeout()
     core: int | None = option(
         "CPU core to pin the worker to, and with --tp those after it; none lets the system choose",
         default=None,
@@ -290,6 +301,7 @@ class ServeOptions:
     pin: bool = option(
         "give each worker, and each rank of one, a CPU core of its own", default=False
     )
+    hang_timeout_s: float | None = _hang_timeout()
     model_name: str | None = _model_name()
     host: str = _host()
     port: int = _port(8000)

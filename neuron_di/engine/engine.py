@@ -7,6 +7,7 @@ call per step. It never waits for a peer, a socket or a transfer.
 Next: neuron_di/transfer/send_buffer.py
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -99,6 +100,7 @@ class Engine:
         self.num_steps = 0
         self.blocks: BlockCount = scheduler.count_blocks()  # replaced after each turn
         self.has_failed = False  # by a bug of ours: from then on every request is refused
+        self.busy_since_s: float | None = None  # when the turn that runs began to work
 
     # What other threads may call.
 
@@ -176,6 +178,7 @@ class Engine:
         if self._events:
             events, self._events = self._events, []
             self._sink(events)
+        self.busy_since_s = now_s() if has_worked and not self._is_stopping else None
         return has_worked
 
     def step(self) -> bool:
@@ -388,11 +391,10 @@ class Engine:
         self._on_failure()
 
     def _read_inbox(self, *, block: bool) -> None:
-        try:
+        with contextlib.suppress(queue.Empty):
             message = self._inbox.get(block=block)
+            self.busy_since_s = now_s()
             while True:
                 if message is not None:
                     message()
                 message = self._inbox.get_nowait()
-        except queue.Empty:
-            pass

@@ -24,6 +24,7 @@ from neuron_di.errors import ConfigError
 from neuron_di.etcd import RegistryLike, open_registry
 from neuron_di.kv import PoolMaker
 from neuron_di.obs import LaunchReport, get_logger, say
+from neuron_di.obs.hang_watch import watching_for_hangs
 from neuron_di.registry import Announcer, keep_s_for
 from neuron_di.registry.announcer import ANNOUNCE_TTL_S
 from neuron_di.types import Role, WorkerId
@@ -130,7 +131,8 @@ async def _serve(options: WorkerOptions, model: LoadedModel, sock: socket.socket
             announced=process.announced,
             on_ready=process.tell_ready,
         )
-        return await run_epochs(options.role, orders, parts, stop)
+        async with watching_for_hangs(process.busy_since_s, options.hang_timeout_s):
+            return await run_epochs(options.role, orders, parts, stop)
 
 
 class _Process:
@@ -148,16 +150,21 @@ class _Process:
         self._sock = sock
         self._registry = registry
         self._num_assembled = 0
+        self._worker: Worker | None = None
+
+    def busy_since_s(self) -> float | None:
+        """As the worker of the present epoch says."""
+        return None if self._worker is None else self._worker.busy_since_s
 
     async def assemble(self, role: Role) -> Worker:
         """A worker of this role. The first one has the pool that was loaded with the weights."""
-        options = self._options
+        options, self._worker = self._options, None
         if self._num_assembled:
             loop = asyncio.get_running_loop()
             self._model = await loop.run_in_executor(None, renewed, self._model, role)
             options = replace(options, role=role)
         self._num_assembled += 1
-        worker = Worker(options, self._model)
+        self._worker = worker = Worker(options, self._model)
         # Its name stays, whatever it does.
         self._options = replace(options, worker_id=worker.worker_id)
         return worker

@@ -115,6 +115,11 @@ class Worker:
         return self._connector
 
     @property
+    def busy_since_s(self) -> float | None:
+        """When what the engine does now began; None: it waits."""
+        return self._engine.busy_since_s
+
+    @property
     def is_draining(self) -> bool:
         return self._state_now() == "draining"
 

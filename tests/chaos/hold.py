@@ -30,13 +30,18 @@ class Hold:
         async with asyncio.timeout(timeout_s):
             await self._come.wait()
 
+    def let_others_pass(self) -> None:
+        """Hold on to those that have come, until the exit; whoever comes later passes."""
+        self._fifo.unlink()
+        self._go.unlink()
+
     def let_go(self) -> None:
         """Let it go on, and whoever comes later pass."""
         if self._arrivals < 0:
             return
         asyncio.get_running_loop().remove_reader(self._arrivals)
-        self._fifo.unlink()
-        self._go.unlink()
+        self._fifo.unlink(missing_ok=True)
+        self._go.unlink(missing_ok=True)
         for descriptor in (self._arrivals, self._permit):
             os.close(descriptor)  # the end of the fifo is the permit
         self._arrivals = -1
