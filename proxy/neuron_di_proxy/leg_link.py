@@ -10,7 +10,7 @@ Next: neuron_di/wire/leg_link.py
 
 import asyncio
 import socket
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from os import sched_yield
@@ -94,7 +94,10 @@ class LegLink(LinkReader, asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._hears: dict[int, Hear] = {}
         self._num_opened = 0
-        self._ends: deque[tuple[int, LegEvent]] = deque()  # last words that wait for their turn
+        # Last words that wait for their turn, of legs that hear nothing else any more, and what the
+        # worker said of itself behind them.
+        self._ends: OrderedDict[int, LegEvent] = OrderedDict()
+        self._status_behind: WorkerStatus | None = None
         # Frames of legs, in pieces, until `_send`.
         self._unsent: dict[int, list[bytes | bytearray | memoryview]] = {}
         self._frames = FrameReader(FROM_WORKER_BYTES_MAX)
@@ -131,12 +134,14 @@ class LegLink(LinkReader, asyncio.Protocol):
 
     def relay(self, number: int, lane: Lane) -> None:
         """As `workers.Leg.relay`, for a leg of this link."""
-        if number in self._hears:
+        if self._hear_of(number) is not None:
             self.lanes[number] = lane
 
     def close_leg(self, number: int) -> None:
         """Take a leg back, unless it is over: nothing is heard of it from now on."""
         self.lanes.pop(number, None)
+        if self._ends.pop(number, None) is not None:  # the worker has said its last word
+            del self._hears[number]
         if self._hears.pop(number, None) is None or self._unsent.pop(number, None) is not None:
             return
         if self._transport is not None:
@@ -200,28 +205,40 @@ class LegLink(LinkReader, asyncio.Protocol):
         except RemoteProtocolError as error:
             self._end_not_understood(error)
             return
-        hears = self._hears
         for number, failure in failures:
-            if (hear := hears.get(number)) is not None:
+            if (hear := self._hear_of(number)) is not None:
                 hear(failure)
         for number, index, token_id, text in tokens or told.tokens:
-            if (hear := hears.get(number)) is not None:
+            if (hear := self._hear_of(number)) is not None:
                 hear(Token(index=index, token_id=token_id, text=text))
         if told.events:
             # A client that waits for this core reads its tokens before all else is done, which is
             # an answer's end as a rule, and takes longer than they did.
             sched_yield()
-        ends = self._ends
-        is_crowd = bool(ends)
-        for number, event in told.events:
-            if isinstance(event, _LAST_WORDS):
-                ends.append((number, event))
-            elif (hear := hears.get(number)) is not None:
-                hear(event)
-        if ends and not is_crowd:
-            self._hear_ends()
-        if told.status is not None:
+            self._hear_events(told.events)
+        if told.status is None:
+            return
+        if self._ends:  # it was said after them, and may say that the worker is no more
+            self._status_behind = told.status
+        else:
             self._hear_status(told.status)
+
+    def _hear_of(self, number: int) -> Hear | None:
+        """Who hears of a leg; None: it is over, though perhaps nobody has been told yet."""
+        return None if number in self._ends else self._hears.get(number)
+
+    def _hear_events(self, events: Sequence[tuple[int, LegEvent]]) -> None:
+        is_crowd = bool(self._ends)
+        for number, event in events:
+            if (hear := self._hear_of(number)) is None:
+                continue
+            if isinstance(event, _LAST_WORDS):
+                self._ends[number] = event
+                self.lanes.pop(number, None)
+            else:
+                hear(event)
+        if self._ends and not is_crowd:
+            self._hear_ends()
 
     def _hear_ends(self) -> None:
         try:
@@ -229,16 +246,18 @@ class LegLink(LinkReader, asyncio.Protocol):
         finally:
             if self._ends:
                 self._loop.call_soon(self._hear_ends)
+            elif self._status_behind is not None:
+                status, self._status_behind = self._status_behind, None
+                self._hear_status(status)
 
     def _hear_last_words(self, num_most: int) -> None:
         ends = self._ends
         for _ in range(num_most):
             if not ends:  # looked at each time: who hears one may end the link
                 break
-            number, event = ends.popleft()
-            self.lanes.pop(number, None)
-            if (hear := self._hears.pop(number, None)) is not None:
-                hear(LegFailed(event) if isinstance(event, Failed) else event)
+            number, event = ends.popitem(last=False)
+            hear = self._hears.pop(number)
+            hear(LegFailed(event) if isinstance(event, Failed) else event)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reason = f" ({type(exc).__name__})" if exc is not None else ""

@@ -10,6 +10,7 @@ Next: proxy/neuron_di_proxy/model_metrics.py, proxy/neuron_di_proxy/worker_metri
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -94,7 +95,8 @@ class Metrics(Collector):
         """A choice ended. `code` says why where it failed."""
         ended = receipt.finish_reason
         self._requests[ended, "" if code is None else bounded_code(code)] += 1
-        if code not in _client_codes:  # what was refused is no answer, and took no time
+        # What was refused is no answer, and took no time.
+        if receipt.num_generated or code not in _refusal_codes():
             self.of(receipt.model).count(receipt)
         last = receipt.attempts[-1] if receipt.attempts else None
         for attempt in receipt.attempts:
@@ -199,14 +201,25 @@ def _keyed(counts: Counter[str]) -> dict[tuple[str, ...], float]:
     return {(key,): count for key, count in counts.items()}
 
 
-def _codes(kind: type[NeuronDiError]) -> Iterator[str]:
-    yield kind.code
+def _kinds(kind: type[NeuronDiError]) -> Iterator[type[NeuronDiError]]:
+    yield kind
     for each in kind.__subclasses__():
-        yield from _codes(each)
+        yield from _kinds(each)
 
 
-_kv_codes = frozenset(_codes(KvError))
-_client_codes = frozenset(_codes(ClientError))
+def _codes(kind: type[NeuronDiError]) -> set[str]:
+    return {each.code for each in _kinds(kind)}
+
+
+@cache
+def _refusal_codes() -> set[str]:
+    """Those by which only clients are at fault. At its first use all kinds are there."""
+    return _codes(ClientError) - {
+        kind.code for kind in _kinds(NeuronDiError) if not issubclass(kind, ClientError)
+    }
+
+
+_kv_codes = _codes(KvError)
 _known_codes: set[str] = set()  # seen in use
 
 
@@ -215,7 +228,7 @@ def bounded_code(code: str | None) -> str:
     if code is None:
         return ""
     if code not in _known_codes:
-        if code not in set(_codes(NeuronDiError)):
+        if code not in _codes(NeuronDiError):
             return OTHER
         _known_codes.add(code)
     return code

@@ -7,7 +7,7 @@ from leg_ear import MESSAGE, open_leg
 from scripted_worker import ScriptedWorker, finished, token
 
 from neuron_di.errors import PeerGone
-from neuron_di.wire import Failed, Finished
+from neuron_di.wire import Failed, Finished, Parked
 from neuron_di.wire.leg_link import Told, encode_frame
 from neuron_di_proxy import leg_link
 from neuron_di_proxy.failure import LegFailed
@@ -139,6 +139,53 @@ async def test_the_first_last_word_counts(client, worker):
     await crowd.all_heard()
     assert [len(each) for each in crowd.heard] == [1] * NUM
     assert all(isinstance(each[0], LegFailed) for each in crowd.heard)
+
+
+async def test_what_a_worker_says_of_itself_is_heard_behind_them(client, worker):
+    """It may say that it has failed: then who has not heard how a leg ended would never."""
+    crowd = await Crowd.open(client, worker)
+    (link,) = client._links.values()
+    heard_then = []
+
+    def lose(_):
+        heard_then.append(sum(map(bool, crowd.heard)))
+        for leg in crowd.legs:
+            leg.close()
+
+    link._on_status = lose
+    ends = [(number, finished(1)) for number in range(NUM)]
+    words = encode_frame(Told([], [], worker._status_now()))
+    await crowd.seen[0].send_bytes(encode_frame(Told([], ends)) + 2 * words)
+    await crowd.all_heard()
+    assert crowd.heard == [[finished(1)]] * NUM
+    assert heard_then == [NUM], "once, of two words of which the second is as new as the first"
+
+
+async def test_nothing_is_heard_of_a_leg_behind_its_last_word(client, worker):
+    crowd = await Crowd.open(client, worker)
+    ends = [(number, finished(1)) for number in range(NUM)]
+    late = [(number, 1, 101, "late") for number in range(NUM)]
+    raw = encode_frame(Told([], ends)) + encode_frame(Told(late, [(NUM - 1, Parked(num_prompt=1))]))
+    await crowd.seen[0].send_bytes(raw)
+    await crowd.all_heard()
+    assert crowd.heard == [[finished(1)]] * NUM
+
+
+async def test_ends_of_legs_that_are_not_there_are_not_kept(client, worker):
+    crowd = await Crowd.open(client, worker)
+    (link,) = client._links.values()
+    most = 0
+
+    def then(_):
+        nonlocal most
+        most = max(most, len(link._ends))
+
+    crowd.then = then
+    strange = [(number, finished(1)) for number in range(NUM, NUM + 2000)]
+    ends = [(number, finished(1)) for number in range(NUM)]
+    await crowd.seen[0].send_bytes(encode_frame(Told([], ends + strange)))
+    await crowd.all_heard()
+    assert most == NUM - 1
 
 
 async def test_one_that_breaks_at_its_end_keeps_no_other_from_it(client, worker):

@@ -1,7 +1,10 @@
 """What GET /metrics says."""
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from metric_samples import parse, samples
@@ -257,6 +260,33 @@ def test_moved_bytes_and_the_time_to_verify_them_are_summed():
     assert seen["neuron_di_kv_bytes_total", "shm"] == 3 * 4096
     assert seen["neuron_di_hand_overs_total", "direct", "shm"] == 3
     assert seen["neuron_di_kv_verify_seconds_total",] == 1.5
+
+
+@pytest.mark.parametrize("first", ["asgi", "process"])
+def test_an_answer_that_was_too_late_is_counted_whatever_was_imported_first(first):
+    """A body that comes too late has the same code, and is no answer: it is never a receipt."""
+    script = f"""
+import neuron_di_proxy.{first}
+from test_proxy_metrics import Metrics, NoGauges, attempt, receipt
+
+metrics = Metrics(NoGauges())
+code = "request_timeout"
+metrics.count(receipt(attempt(code), finish_reason="error", num_generated=0), code)
+print(metrics.text().decode())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert parse(ended.stdout)["vllm:request_success_total", "error", "tiny"] == 1, ended.stderr
+
+
+@pytest.mark.parametrize(("num_generated", "num_counted"), [(0, 0), (3, 1)])
+def test_a_refused_request_is_no_answer_unless_tokens_came(num_generated, num_counted):
+    metrics, code = Metrics(NoGauges()), "invalid_request"
+    metrics.count(receipt(attempt(code), finish_reason="error", num_generated=num_generated), code)
+    seen = parse(metrics.text().decode())
+    assert seen.get(("vllm:request_success_total", "error", "tiny"), 0) == num_counted
+    assert seen["neuron_di_requests_total", "error", "invalid_request"] == 1
 
 
 @pytest.mark.parametrize("code", ["made_up_by_a_worker", "x" * 10_000])
