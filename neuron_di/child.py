@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from neuron_di.clock import Deadline, now_s
@@ -219,6 +219,19 @@ class Child:
         self.was_drained = report is not None and report.event == "drained"
         if report is not None:
             self._on_said(self.name, report)
+
+
+async def run_together(starts: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Run all at once. Raises the first refusal, once all others were given up: one says it all."""
+    refusal: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for start in starts:
+                group.create_task(start)
+    except* NeuronDiError as refusals:
+        refusal = refusals.exceptions[0]  # raised here, Python before 3.11.4 makes a group of it
+    if refusal is not None:
+        raise refusal
 
 
 async def end(children: Sequence[Child], timeout_s: float) -> None:

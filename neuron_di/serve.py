@@ -20,7 +20,7 @@ from typing import Self
 
 import aiohttp
 
-from neuron_di.child import Child, OnReport, Tell, end
+from neuron_di.child import Child, OnReport, Tell, end, run_together
 from neuron_di.clock import Deadline
 from neuron_di.config import (
     CudaOptions,
@@ -32,7 +32,7 @@ from neuron_di.config import (
     local_folder,
 )
 from neuron_di.cuda_devices import count_devices, share_devices
-from neuron_di.errors import NeuronDiError, PeerTimeout
+from neuron_di.errors import PeerTimeout
 from neuron_di.kv import create_arena
 from neuron_di.neuron_cores import (
     LOAD_TIMEOUT_S,
@@ -153,12 +153,9 @@ class Fleet:
 
     async def _start_workers(self) -> None:
         deadline = Deadline.after(self._worker_start_timeout_s)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for workers in self._started_together():
-                    group.create_task(self._start_in_turn(workers, deadline))
-        except* NeuronDiError as failures:
-            raise failures.exceptions[0] from None  # one worker's reason says it all
+        await run_together(
+            self._start_in_turn(workers, deadline) for workers in self._started_together()
+        )
         await self._reachable(Deadline.after(PROXY_START_TIMEOUT_S))
 
     def _started_together(self) -> list[list[Child]]:

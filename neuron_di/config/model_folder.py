@@ -11,10 +11,15 @@ def local_folder(model: str) -> Path | None:
     Raises CheckpointError for a path where no folder is. Nothing is loaded to find that out, so
     who starts processes for a model asks first.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # too long, not allowed, nobody's home
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot look for the model folder {model}: {reason}") from None
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         raise CheckpointError(f"{model} is a file: give the folder that has config.json")
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
         raise CheckpointError(f"model folder {model} does not exist")

@@ -5,7 +5,8 @@ else such a worker is one that does not answer, for ever: only its process can h
 watch itself runs in C, without the interpreter's lock, and writes to stderr where each thread is
 (files and lines, no data). What becomes of the requests is as after any death.
 
-A process that was stopped (SIGSTOP) is left alone: whoever did that can let it go on.
+A process that was stopped (SIGSTOP) does not end meanwhile. If that was for longer than the timeout,
+it ends when it goes on: for its peers it had been dead for as long.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ async def watching_for_hangs(
 
 
 async def _watch(busy_since_s: Callable[[], float | None], timeout_s: float) -> None:
-    interval_s = min(INTERVAL_S, timeout_s / 4)
+    interval_s, is_blind = min(INTERVAL_S, timeout_s / 4), False
     try:
         while True:
             since_s = busy_since_s()
@@ -51,7 +52,14 @@ async def _watch(busy_since_s: Callable[[], float | None], timeout_s: float) -> 
             left_s = max(_AT_ONCE_S, timeout_s - busy_s)
             if left_s <= interval_s:
                 _log.error("hangs", busy_s=round(busy_s, 3), process_ends_in_s=round(left_s, 3))
-            faulthandler.dump_traceback_later(left_s, exit=True)
+            try:
+                faulthandler.dump_traceback_later(left_s, exit=True)
+            except RuntimeError as error:  # no stderr to write to, or no further thread just now
+                if not is_blind:
+                    _log.warning("hang_watch_is_off", reason=str(error))
+                is_blind = True
+            else:
+                is_blind = False
             await asyncio.sleep(interval_s)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from neuron_di.child import Child, end
+from neuron_di.child import Child, end, run_together
 from neuron_di.clock import Deadline
 from neuron_di.config import FrontOptions, LimitOptions, ProxyOptions, flags_of
-from neuron_di.errors import NeuronDiError
 from neuron_di.obs import LaunchReport, get_logger
 from neuron_di_proxy.siblings import SiblingPlace
 
@@ -60,12 +59,9 @@ class FurtherProcesses:
             self._children = [self._child(index) for index in range(1, num_processes)]
             stack.push_async_callback(self._end)
             deadline = Deadline.after(START_TIMEOUT_S)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for child in self._children:
-                        group.create_task(child.start(deadline, lambda _name, _report: None))
-            except* NeuronDiError as failures:
-                raise failures.exceptions[0] from None  # one's reason is that of all
+            await run_together(
+                child.start(deadline, lambda _name, _report: None) for child in self._children
+            )
             self._watches = [
                 asyncio.create_task(child.keep_up(START_TIMEOUT_S, lambda _words: None))
                 for child in self._children

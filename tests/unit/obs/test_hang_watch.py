@@ -1,5 +1,6 @@
 """A worker's process that hangs ends, and says where. Each one here is a process of its own."""
 
+import asyncio
 import subprocess
 import sys
 from itertools import count
@@ -81,6 +82,23 @@ async def test_time_that_a_step_has_taken_counts(monkeypatch):
         lambda left_s, **_: armed.append(left_s),
     )
     async with hang_watch.watching_for_hangs(lambda: 99.0, 300.0):
-        while len(armed) < 3:
-            await hang_watch.asyncio.sleep(0)
+        while len(armed) < 3:  # noqa: ASYNC110 - it counts
+            await asyncio.sleep(0)
     assert armed[:3] == [299.0, 297.0, 295.0]
+
+
+async def test_it_goes_on_where_it_cannot_watch_for_a_while(monkeypatch, caplog):
+    """A container may have no room for another thread just now."""
+    armed = []
+
+    def dump_traceback_later(left_s, **_):
+        armed.append(left_s)
+        if len(armed) < 3:
+            raise RuntimeError("unable to start watchdog thread")
+
+    monkeypatch.setattr(hang_watch, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(hang_watch.faulthandler, "dump_traceback_later", dump_traceback_later)
+    async with hang_watch.watching_for_hangs(lambda: None, 300.0):
+        while len(armed) < 5:  # noqa: ASYNC110 - it counts
+            await asyncio.sleep(0)
+    assert [each.message for each in caplog.records] == ["hang_watch_is_off"]

@@ -9,7 +9,15 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from neuron_di.child import BACKOFF_S_MAX, LONG_LIFE_S, STARTS_REFUSED_MAX, Backoff, Child, end
+from neuron_di.child import (
+    BACKOFF_S_MAX,
+    LONG_LIFE_S,
+    STARTS_REFUSED_MAX,
+    Backoff,
+    Child,
+    end,
+    run_together,
+)
 from neuron_di.clock import Deadline
 from neuron_di.errors import ConfigError, PeerGone, PeerTimeout
 from neuron_di.obs import LaunchReport
@@ -288,3 +296,22 @@ async def test_what_needs_a_child_is_cancelled_with_who_waits():
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert ended.is_set()
+
+
+async def test_of_several_starts_the_first_refusal_is_raised_by_itself():
+    has_ended = []
+
+    async def wait():
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            has_ended.append(True)
+
+    async def refuse():
+        await asyncio.sleep(0)
+        raise ConfigError("no such model")
+
+    with pytest.raises(ConfigError, match="no such model") as raised:
+        await run_together([wait(), refuse(), refuse()])
+    assert raised.value.__context__ is None
+    assert has_ended == [True]

@@ -28,3 +28,9 @@ def test_a_file_is_told_from_a_folder(tmp_path):
 def test_a_hub_id_is_no_path(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert local_folder(model) is None
+
+
+@pytest.mark.parametrize("model", ["~nobody-of-that-name/x", "x" * 300])
+def test_a_path_that_cannot_be_is_refused_in_words(model):
+    with pytest.raises(CheckpointError, match="cannot look for the model folder"):
+        local_folder(model)
