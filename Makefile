@@ -19,7 +19,7 @@ demo: $(VENV)/demo ## serve the shipped model on this machine and chat with it o
 demo-neuron: $(VENV)/demo ## the same on simulated NeuronCores: compile, serve, chat once
 	@$(BIN)/python examples/neuron_sim.py
 
-test: $(VENV)/dev etcd ## the whole test suite
+test: $(VENV)/dev etcd ## the test suite, but for what takes minutes
 	$(BIN)/python -m pytest --numprocesses 2 $(TESTS)
 
 test-optimised: $(VENV)/dev etcd ## the same under python -O: no check may hide in an assert

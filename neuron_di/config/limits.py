@@ -158,7 +158,7 @@ class HandOverOptions:
     stream_layers: Literal["auto", "on", "off"] = option(
         "whether a prompt's KV leaves layer by layer while the prefill still computes; auto does "
         "so over tcp and nixl, where a layer of a chunk has 1 MiB or more: the second token then "
-        "follows the first sooner, and the first comes up to 3 per cent later",
+        "follows the first sooner, and the first comes up to 9 per cent later",
         default="auto",
     )
     remembered_max: int = option(

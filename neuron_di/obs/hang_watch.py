@@ -5,7 +5,7 @@ else such a worker is one that does not answer, for ever: only its process can h
 watch itself runs in C, without the interpreter's lock, and writes to stderr where each thread is
 (files and lines, no data). What becomes of the requests is as after any death.
 
-A process that was stopped (SIGSTOP) does not end meanwhile. If that was for longer than the timeout,
+A process that was stopped (SIGSTOP) does not end meanwhile. If that took longer than the timeout,
 it ends when it goes on: for its peers it had been dead for as long.
 """
 
