@@ -20,10 +20,10 @@ demo-neuron: $(VENV)/demo ## the same on simulated NeuronCores: compile, serve, 
 	@$(BIN)/python examples/neuron_sim.py
 
 test: $(VENV)/dev etcd ## the test suite, but for what takes minutes
-	$(BIN)/python -m pytest --numprocesses 2 $(TESTS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(TESTS)
 
 test-optimised: $(VENV)/dev etcd ## the same under python -O: no check may hide in an assert
-	$(BIN)/python -O -m pytest --numprocesses 2 $(TESTS)
+	$(BIN)/python -O -m pytest --numprocesses 2 --dist loadfile $(TESTS)
 
 test-kernels: $(VENV)/dev ## all that computes on CUDA: on a GPU, else in Triton's interpreter
 	$(BIN)/python -m pytest --numprocesses 2 -m '' tests/unit/backends/cuda_kernels tests/unit/backends/cuda \

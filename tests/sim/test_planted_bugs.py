@@ -14,7 +14,7 @@ SEEDS_MAX = 1000
 NOTICED_BY = {
     "layers that came early are believed": 21,
     "blocks are reused while they are written": 438,
-    "blocks are taken that were given up": 166,
+    "blocks are taken that were given up": 282,
     "a continuation starts from nothing": 49,
     "errors of the engine are dropped": 215,
     "nothing is tried again": 31,

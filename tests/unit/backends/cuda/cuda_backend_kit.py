@@ -11,12 +11,31 @@ from neuron_di.backends import BackendOptions, open_backend, plan_device
 from neuron_di.backends.cuda import CudaBackend
 from neuron_di.config import CudaOptions, EngineOptions
 from neuron_di.models import ModelSpec
+from neuron_di.testing import write_random_checkpoint
 from neuron_di.types import BlockId, Incarnation
 
 IS_GPU = torch.cuda.is_available()
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 ROWS_MAX = 4
+
+# Of a model whose products take little time in the interpreter.
+NUM_VOCAB = 96
+SHAPE = {
+    "vocab_size": NUM_VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+def write_small(folder: Path, family: str = "llama", **config: Any) -> Path:
+    """A checkpoint of SHAPE."""
+    write_random_checkpoint(folder, family, config={**SHAPE, **config})
+    return folder
 
 
 def engine_options(*, cuda: CudaOptions | None = None, **changes: Any) -> EngineOptions:

@@ -9,25 +9,13 @@ pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 import torch
 from backend_kit import make_request, opened
-from cuda_backend_kit import opened_cuda, pool_of
+from cuda_backend_kit import NUM_VOCAB, opened_cuda, pool_of, write_small
 
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.engine.next_tokens import next_tokens
-from neuron_di.testing import write_random_checkpoint
 from neuron_di.wire import SamplingParams
 
-# Small, because the interpreter is slow. The window, of the family that has one, is shorter than
-# the longest prompt, and than its chunks.
-NUM_VOCAB = 96
-SHAPE = {
-    "vocab_size": NUM_VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
+# The window, of the family that has one, is shorter than the longest prompt, and than its chunks.
 WINDOW = 18
 CHUNK = 20
 NUM_TOKENS = 5
@@ -37,8 +25,7 @@ TOLERANCE = 2e-4  # logits have a standard deviation of 3
 @pytest.fixture(params=["llama", "mistral", "qwen2", "qwen3"])
 def small_folder(request, tmp_path):
     window = {"sliding_window": WINDOW} if request.param == "mistral" else {}
-    write_random_checkpoint(tmp_path, request.param, config={**SHAPE, **window})
-    return tmp_path
+    return write_small(tmp_path, request.param, **window)
 
 
 def requests_of_every_kind():
@@ -64,9 +51,9 @@ def choose(backend, logits_BV, requests):
         request.generated.append(token.token_id)
 
 
-def answers_of(backend):
+def answers_of(backend, requests=None):
     """Each request's tokens, and all logits in order. Requests leave the batch one by one."""
-    requests, logits = requests_of_every_kind(), []
+    requests, logits = requests or requests_of_every_kind(), []
     for request in requests:
         while request.num_computed < request.num_prompt:
             chunk = PrefillChunk.next_of(request, CHUNK)
@@ -108,7 +95,8 @@ def test_answers_are_the_cpus_by_invariant_products_too(small_folder):
 def test_a_request_that_is_cut_off_goes_on_with_the_same_tokens(small_folder):
     """Its tokens are given to another worker, which replays them and draws the next."""
     with opened_cuda(small_folder, is_invariant=True) as cuda:
-        tokens = answers_of(cuda)[0][2]
+        _long, other, first, another = requests_of_every_kind()
+        tokens = answers_of(cuda, [other, another, first])[0][2]
     for num_given in (1, 3):
         with opened_cuda(small_folder, is_invariant=True) as cuda:
             first = requests_of_every_kind()[2]
@@ -125,7 +113,7 @@ def test_a_request_that_is_cut_off_goes_on_with_the_same_tokens(small_folder):
 
 def test_what_fills_a_bucket_may_compute_nonsense(tmp_path):
     """The row of the token that fillers have is all NaN, and so is the block their table names."""
-    write_random_checkpoint(tmp_path, "llama", config=SHAPE)
+    write_small(tmp_path)
     logits = []
     for nonsense in (0.5, float("nan")):
         with opened_cuda(tmp_path) as backend:

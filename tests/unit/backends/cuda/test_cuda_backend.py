@@ -9,13 +9,14 @@ pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 import torch
 from backend_kit import decode, make_request, opened, prefill, random_prompt
-from cuda_backend_kit import NUM_BLOCKS, opened_cuda, pool_of
+from cuda_backend_kit import NUM_BLOCKS, opened_cuda, pool_of, write_small
 
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.errors import LocalProtocolError
 from neuron_di.types import Incarnation
 
 CHUNK = 20  # of a prompt: no multiple of a block
+NUM_VOCAB = 2048  # as random prompts have it
 
 
 def three_requests():
@@ -36,6 +37,7 @@ def tokens_of(backend, num_steps=4):
     return [request.generated for request in requests]
 
 
+@pytest.mark.minutes  # test_cuda_answers.py has smaller models
 def test_float32_tokens_are_the_cpus(family_folder):
     with opened(family_folder) as cpu:
         expected = tokens_of(cpu)
@@ -78,20 +80,22 @@ def test_the_logits_of_all_positions(llama_folder):
     torch.testing.assert_close(read["cuda"], read["cpu"], rtol=1e-4, atol=1e-4)
 
 
-def test_invariant_rows_do_not_depend_on_the_batch(llama_folder):
-    with opened_cuda(llama_folder, is_invariant=True) as backend:
+def test_invariant_rows_do_not_depend_on_the_batch(tmp_path):
+    folder = write_small(tmp_path, vocab_size=NUM_VOCAB)
+    with opened_cuda(folder, is_invariant=True) as backend:
         together = three_requests()
         for request in together:
             prefill(backend, request, CHUNK)
         in_company = decode(backend, *together).clone()
     for row, request in enumerate(three_requests()):
-        with opened_cuda(llama_folder, is_invariant=True) as backend:
+        with opened_cuda(folder, is_invariant=True) as backend:
             prefill(backend, request, CHUNK)
             assert torch.equal(decode(backend, request)[0], in_company[row])
 
 
-def test_a_replay_is_what_decode_gave_bit_for_bit(llama_folder):
-    with opened_cuda(llama_folder, is_invariant=True) as backend:
+def test_a_replay_is_what_decode_gave_bit_for_bit(tmp_path):
+    folder = write_small(tmp_path, vocab_size=NUM_VOCAB)
+    with opened_cuda(folder, is_invariant=True) as backend:
         first = make_request(random_prompt(37), [9, 3, 17, 1])
         prefill(backend, first, CHUNK)
         other = make_request(random_prompt(5, seed=1), [2, 20])
@@ -99,7 +103,7 @@ def test_a_replay_is_what_decode_gave_bit_for_bit(llama_folder):
         for _ in range(3):
             logits = decode(backend, first, other)[0].clone()
         kv = pool_of(backend)[[9, 3, 17]].clone()
-    with opened_cuda(llama_folder, is_invariant=True) as backend:
+    with opened_cuda(folder, is_invariant=True) as backend:
         again = make_request(random_prompt(37), [9, 3, 17, 1], given=first.generated[:-1])
         again.generated = list(again.given)
         last_V = None
@@ -146,8 +150,8 @@ def test_kv_that_nobody_brought_is_not_read(llama_folder):
             backend.decode(DecodeBatch((request,)))
 
 
-def test_another_pool_on_the_same_weights(llama_folder):
-    with opened_cuda(llama_folder) as backend:
+def test_another_pool_on_the_same_weights(tmp_path):
+    with opened_cuda(write_small(tmp_path, vocab_size=NUM_VOCAB)) as backend:
         expected = tokens_of(backend, 2)
         backend.close_pool()
         backend.open_pool(NUM_BLOCKS, Incarnation("c" * 32))

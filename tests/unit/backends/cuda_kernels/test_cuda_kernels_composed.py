@@ -60,7 +60,10 @@ def logits_of_all(transformer, token_ids):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    ["mistral", "qwen3", *(pytest.param(f, marks=pytest.mark.minutes) for f in ("llama", "qwen2"))],
+)
 def test_a_chunked_prompt_and_a_decode_step_give_the_cpus_logits(tmp_path, family):
     transformer, model = open_both(tmp_path, family)
     token_ids = prompt(45)
@@ -76,7 +79,7 @@ def test_a_chunked_prompt_and_a_decode_step_give_the_cpus_logits(tmp_path, famil
     torch.testing.assert_close(step[0].cpu(), wanted[0], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["mistral", pytest.param("qwen3", marks=pytest.mark.minutes)])
 def test_a_replay_has_the_bits_of_the_decode_steps_it_repeats(tmp_path, family):
     _, model = open_both(tmp_path, family)
     token_ids = prompt(34)

@@ -50,7 +50,7 @@ def attention_call(dtype, num_rows, head_dim, more, **named):
     return [[query, pool, 1, *more], named]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.minutes), 128])
 def test_decode_uses_the_matrix_unit_in_16_bits_and_full_precision_in_32(tmp_path, head_dim):
     more = [tensor("int32", 8, 64), tensor("int32", 8)]
     kernels = compiled(
@@ -68,7 +68,7 @@ def test_decode_uses_the_matrix_unit_in_16_bits_and_full_precision_in_32(tmp_pat
     assert not {"HMMA", "HGMMA"} & set(in_32_bits["instructions"])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.minutes), 128])
 def test_prefill_uses_hoppers_matrix_unit_in_16_bits_and_none_in_32(tmp_path, head_dim):
     more = [tensor("int32", 2, 64), tensor("int32", 3), tensor("int32", 2)]
     in_16_bits, in_32_bits = compiled(
