@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.interference_client import Client, random_prompt
 from benchmarks.order_statistics import Spread
-from benchmarks.provenance import command_line, machine_description
+from benchmarks.provenance import command_line, commit_description, machine_description
 from benchmarks.verification_plot import plot_verification
 from neuron_di.config import EngineOptions, LogOptions, ServeOptions
 from neuron_di.models import ModelSpec
@@ -35,7 +35,7 @@ COLUMNS = ("model", "prompt", "KV", "TTFT", "digest", "verify", "µs/MB", "% of 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. Seconds, bytes."""
+    """One request. Seconds, and bytes of its prompt's KV, which change their owner and stay."""
 
     kv_bytes: int
     ttft_s: float
@@ -104,6 +104,7 @@ def main() -> int:
 async def measure(model: Path, size: str, options: argparse.Namespace) -> list[Series]:
     """Rounds of one request per prompt length, so that noise meets all lengths."""
     spec, source = ModelSpec.from_folder(model), random.Random(0)
+    layout = spec.kv_layout(block_size=EngineOptions().block_size, dtype="float32")
     series = [Series(size, num_tokens, []) for num_tokens in options.prompt_tokens]
     serve = ServeOptions(
         model=str(model),
@@ -119,13 +120,14 @@ async def measure(model: Path, size: str, options: argparse.Namespace) -> list[S
                 prompt = random_prompt(source, spec.num_vocab, each.prompt_tokens)
                 receipt = await client.receipt_of(prompt, NEW_TOKENS)
                 if number:  # the first round warms up
-                    each.samples.append(sample_of(receipt))
+                    num_blocks = layout.num_blocks_for(each.prompt_tokens)
+                    each.samples.append(sample_of(receipt, num_blocks * layout.block_bytes))
     return series
 
 
-def sample_of(receipt: dict) -> Sample:
+def sample_of(receipt: dict, kv_bytes: int) -> Sample:
     return Sample(
-        kv_bytes=receipt["kv_bytes"],
+        kv_bytes=kv_bytes,
         ttft_s=receipt["ttft_s"],
         digest_s=receipt["prefill"]["verify_s"],
         verify_s=receipt["decode"]["verify_s"],
@@ -161,9 +163,10 @@ def write(series: list[Series], command: str, folder: Path) -> None:
     lines = [
         "# Verified KV: what it costs",
         "",
-        f"Made by `{command}` on {machine_description()}.",
+        f"Made by `{command}` on {machine_description()}, at commit {commit_description()}.",
         "",
-        f"1P1D, a core for each worker, {len(series[0].samples)} requests per row: median (range).",
+        f"1P1D, a core for each worker, whose blocks change owner; {len(series[0].samples)} requests per "
+        "row: median (range).",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---|" + "---:|" * (len(COLUMNS) - 1),
