@@ -165,8 +165,9 @@ def write(series: list[Series], command: str, folder: Path) -> None:
         "",
         f"Made by `{command}` on {machine_description()}, at commit {commit_description()}.",
         "",
-        f"1P1D, a core for each worker, whose blocks change owner; {len(series[0].samples)} requests per "
-        "row: median (range).",
+        f"1P1D, a core for each worker, {len(series[0].samples)} requests per row: median (range).",
+        "",
+        "Blocks change owner, no byte moves.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---|" + "---:|" * (len(COLUMNS) - 1),
