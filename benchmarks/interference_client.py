@@ -21,14 +21,20 @@ _DONE = b"data: [DONE]"
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as it came in: when each token arrived."""
+    """One answer as it came in: when each token arrived.
+
+    The model is random, so bytes of one character may be several tokens: those come with the last
+    of them, in one event. `is_several` says of each event that it may be such a one.
+    """
 
     token_s: list[float] = field(default_factory=list)
+    is_several: list[bool] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     def gaps(self) -> list[tuple[float, float]]:
-        """(end, duration) of every inter-token gap."""
-        return [(after, after - before) for before, after in pairwise(self.token_s)]
+        """(end, duration) of every gap between two tokens: of one step, not of several."""
+        ends = zip(pairwise(self.token_s), self.is_several[1:], strict=False)
+        return [(after, after - before) for (before, after), several in ends if not several]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Client:
                     break
                 if line.startswith(_DATA):
                     stream.token_s.append(time.perf_counter())
+                    stream.is_several.append(not line.isascii())
                     stream.has_begun.set()
                     last_token = line
         stream.token_s.pop()  # the event after the last token carries the finish reason
