@@ -6,6 +6,7 @@ All times are this process's `time.perf_counter()`, taken when a token's event i
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,24 +18,28 @@ import aiohttp
 
 _DATA = b"data: "
 _DONE = b"data: [DONE]"
+_NUM_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as it came in: when each token arrived.
+    """One answer as it came in: when each token arrived, and how many there were by then.
 
-    The model is random, so bytes of one character may be several tokens: those come with the last
-    of them, in one event. `is_several` says of each event that it may be such a one.
+    Tokens without a text of their own, such as a character's first bytes, come with the next.
     """
 
     token_s: list[float] = field(default_factory=list)
-    is_several: list[bool] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     def gaps(self) -> list[tuple[float, float]]:
-        """(end, duration) of every gap between two tokens: of one step, not of several."""
-        ends = zip(pairwise(self.token_s), self.is_several[1:], strict=False)
-        return [(after, after - before) for (before, after), several in ends if not several]
+        """(end, duration) of every gap between two tokens that came one after the other."""
+        times, counts = pairwise(self.token_s), pairwise(self.num_tokens)
+        return [
+            (after_s, after_s - before_s)
+            for (before_s, after_s), (before, after) in zip(times, counts, strict=True)
+            if after == before + 1
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class Client:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         last_token = b""
         async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
@@ -82,10 +88,13 @@ class Client:
                     break
                 if line.startswith(_DATA):
                     stream.token_s.append(time.perf_counter())
-                    stream.is_several.append(not line.isascii())
+                    found = _NUM_TOKENS.search(line)
+                    assert found is not None, "each event counts the tokens so far"
+                    stream.num_tokens.append(int(found[1]))
                     stream.has_begun.set()
                     last_token = line
-        stream.token_s.pop()  # the event after the last token carries the finish reason
+        # After the last token: why it ended, and the usage.
+        del stream.token_s[-2:], stream.num_tokens[-2:]
         answer_id: str = json.loads(last_token.removeprefix(_DATA))["id"]
         return answer_id
 

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from benchmarks.interference_client import Client, Stream
 
-EVENTS = (
+NUM_TOKENS = (1, 2, 4, 5, 5, 5)  # the third event has two tokens, the last two none
     "a",
     "b",
     "é",
@@ -20,8 +20,8 @@ async def url():
     async def answer(request):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for text in EVENTS:
-            event = f'data: {{"id": "x", "choices": [{{"text": "{text}"}}]}}\n\n'
+        for number in NUM_TOKENS:
+            event = f'data: {{"id": "x", "usage": {{"completion_tokens": {number}}}}}\n\n'
             await response.write(event.encode())
         await response.write(b"data: [DONE]\n\n")
         return response

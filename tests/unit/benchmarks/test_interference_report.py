@@ -9,11 +9,11 @@ ARRIVAL = Arrival(sent_s=1.0, first_token_s=3.0, done_s=3.2, prefill_s=1.9)
 
 
 def test_gaps_lie_between_the_tokens_of_one_stream():
-    assert Stream([1.0, 1.5, 3.5]).gaps() == [(1.5, 0.5), (3.5, 2.0)]
+    assert Stream([1.0, 1.5, 3.5], [1, 2, 3]).gaps() == [(1.5, 0.5), (3.5, 2.0)]
 
 
 def test_times_count_from_the_start_and_earlier_gaps_are_left_out():
-    streams = [Stream([9.0, 10.0, 10.5]), Stream([9.5, 10.25, 11.0])]
+    streams = [Stream([9.0, 10.0, 10.5], [1, 2, 3]), Stream([9.5, 10.25, 11.0], [1, 2, 3])]
     observed = observation_of(streams, [Arrival(12.0, 13.0, 14.0, 0.5)], 10.0)
     assert observed.gaps == [(0.5, 0.5), (1.0, 0.75)]
     assert observed.arrivals == [Arrival(2.0, 3.0, 4.0, 0.5)]
