@@ -7,12 +7,6 @@ from aiohttp import web
 from benchmarks.interference_client import Client, Stream
 
 NUM_TOKENS = (1, 2, 4, 5, 5, 5)  # the third event has two tokens, the last two none
-    "a",
-    "b",
-    "é",
-    "c",
-    "",
-)  # of which the third may be of two tokens, and the last is the end
 
 
 @pytest.fixture
