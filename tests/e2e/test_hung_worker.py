@@ -14,7 +14,7 @@ from neuron_di.serve import Fleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-HANG_TIMEOUT_S = 5.0  # longer than what a start does in one turn
+HANG_TIMEOUT_S = 10.0  # longer than what a start does in one turn
 BODY = {"prompt": "def main(", "seed": 11, "max_tokens": 40, "ignore_eos": True}
 
 
