@@ -40,7 +40,7 @@ async def test_a_worker_whose_step_hangs_is_started_again(
         decode=2,
         port=0,
         hang_timeout_s=HANG_TIMEOUT_S,
-        limits=LimitOptions(stall_timeout_s=0.5),
+        limits=LimitOptions(stall_timeout_s=2.0),
         engine=EngineOptions(threads=1),
         log=LogOptions(log_level="error"),
     )
