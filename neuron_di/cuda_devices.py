@@ -20,8 +20,8 @@ def count_devices() -> int:
     except (CudaMissing, CudaError) as error:
         raise ConfigError(
             f"--device cuda needs an NVIDIA GPU and the CUDA runtime, 12.0 or newer: {error}. "
-            f"Mend: pip install 'neuron-di[cuda]', or name its file in {PATH_VARIABLE}; nvidia-smi "
-            "says whether the driver works; --device cpu needs neither"
+            "Mend: pip install '.[cuda]' in neuron-di's folder, or name its file in "
+            f"{PATH_VARIABLE}; nvidia-smi says whether the driver works; --device cpu needs neither"
         ) from None
     if num_devices == 0:
         raise ConfigError(

@@ -25,7 +25,9 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'neuron-di[plot]'") from None
+        raise ConfigError(
+            "--plot needs matplotlib: pip install '.[plot]' in neuron-di's folder"
+        ) from None
 
 
 def plot(document: Document, path: Path) -> None:

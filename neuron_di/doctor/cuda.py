@@ -227,7 +227,7 @@ def _triton(asked: Asked, *, is_wanted: bool) -> Finding:
             check="cuda.triton",
             grade=_bad(is_wanted=is_wanted),
             says=f"Triton cannot be imported: {failed or asked.words or 'no answer'}",
-            mend=_or_without("pip install 'neuron-di[cuda]'.", is_wanted=is_wanted),
+            mend=_or_without("pip install '.[cuda]' in neuron-di's folder.", is_wanted=is_wanted),
         )
     return Finding(
         check="cuda.triton", grade=Grade.OK, says=f"Triton {found['version']}", facts=found

@@ -166,7 +166,7 @@ def _extra(extra: str, bad: list[tuple[Requirement, str | None]], *, is_needed: 
         check=f"packages.extra.{extra}",
         grade=grade,
         says=f"the extra {extra} asks for {lacks}",
-        mend=f"pip install 'neuron-di[{extra}]'",
+        mend=f"pip install '.[{extra}]' in neuron-di's folder",
         facts={"names": [each.name for each, _ in bad]},
     )
 
@@ -179,7 +179,8 @@ def _etcd3(machine: Machine) -> Iterator[Finding]:
             grade=Grade.NOTE,
             says=f"etcd3 is installed beside protobuf {version}, and wants one before 3.21; only "
             "an etcd3.Client of your own needs it, --etcd does not",
-            mend="pip uninstall etcd3, or for a client of your own pip install 'neuron-di[etcd3]'.",
+            mend="pip uninstall etcd3, or for a client of your own pip install '.[etcd3]' in "
+            "neuron-di's folder.",
             facts={"protobuf": version},
         )
 

@@ -14,7 +14,8 @@ try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 except ImportError as error:
     raise ConfigError(
-        f"etcd needs packages that are not installed ({error.name}): pip install 'neuron-di[etcd]'"
+        f"etcd needs packages that are not installed ({error.name}): pip install '.[etcd]' in "
+        "neuron-di's folder"
     ) from None
 
 __all__ = ["descriptor_pb2", "descriptor_pool", "grpc", "message_factory"]

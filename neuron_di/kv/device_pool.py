@@ -61,7 +61,7 @@ def open_runtime(path: str | None = None) -> CudaRuntime:
     except (CudaMissing, CudaError) as error:
         raise ConfigError(
             f"KV in GPU memory needs the CUDA runtime, 12.0 or newer: {error}; "
-            f"pip install 'neuron-di[cuda]', or name its file in {PATH_VARIABLE}"
+            f"pip install '.[cuda]' in neuron-di's folder, or name its file in {PATH_VARIABLE}"
         ) from None
 
 

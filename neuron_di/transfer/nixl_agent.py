@@ -61,7 +61,8 @@ def load_nixl() -> Any:
         return importlib.import_module("nixl_cu12._bindings")
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"the transfer engine nixl needs NIXL ({error}): pip install 'neuron-di[nixl]'"
+            f"the transfer engine nixl needs NIXL ({error}): pip install '.[nixl]' in neuron-di's "
+            "folder"
         ) from None
     finally:
         logging.raiseExceptions = raises  # NIXL sets it for the whole process

@@ -126,7 +126,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(nixl_agent.importlib, "import_module", import_module)
     try:
         with (
-            pytest.raises(ConfigError, match=r"pip install 'neuron-di\[nixl\]'"),
+            pytest.raises(ConfigError, match=r"pip install '.\[nixl\]'"),
             one_end(KINDS["nixl"], DECODE, LAYOUT, 4),
         ):
             pass

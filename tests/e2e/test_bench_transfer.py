@@ -90,7 +90,7 @@ async def test_an_engine_that_is_not_there_takes_nobody_elses_figures_with_it() 
     assert [each["engine"] for each in report["failures"]] == ["cuda_ipc", "cuda_ipc"]
     (line,) = ended.stderr.strip().splitlines()
     assert line.startswith("neuron-di: cuda_ipc does not work with 64KiB, 100x4KiB: ")
-    assert "pip install 'neuron-di[cuda]'" in line
+    assert "pip install '.[cuda]'" in line
 
 
 async def test_a_failure_has_its_row_even_where_nothing_was_measured() -> None:

@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("runtime", "arguments", "words"),
     [
-        ("/nowhere/libcudart.so", (), ["nvidia-smi", "neuron-di[cuda]", "--device cpu"]),
+        ("/nowhere/libcudart.so", (), ["nvidia-smi", ".[cuda]", "--device cpu"]),
         (None, ("--cuda-devices=0,9",), ["--cuda-devices 9", "shows GPU 0,"]),
         (None, ("--cuda-devices=0,0",), ["names a GPU twice"]),
         (None, ("--tp=2",), ["--tp 2", "one GPU"]),

@@ -1,4 +1,4 @@
-"""The registry on somebody's own etcd3.Client. Runs where `pip install 'neuron-di[etcd3]'` was."""
+"""The registry on somebody's own etcd3.Client. Runs where `pip install '.[etcd3]'` was."""
 
 import asyncio
 import contextlib

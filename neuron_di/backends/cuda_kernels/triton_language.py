@@ -13,7 +13,7 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ConfigError(
-        f"--device cuda needs Triton ({error}): pip install 'neuron-di[cuda]'"
+        f"--device cuda needs Triton ({error}): pip install '.[cuda]' in neuron-di's folder"
     ) from error
 
 from neuron_di.backends.cuda_kernels.interpreter import mend_interpreter

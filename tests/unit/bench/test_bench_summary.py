@@ -203,5 +203,5 @@ def test_a_picture_of_no_kind(tmp_path):
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'neuron-di\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[plot\]'"):
         plot(summarize(two()), tmp_path / "a.png")

@@ -171,7 +171,7 @@ def test_triton_that_is_not_there(tmp_path, device, grade):
     found = findings(with_gpus(tmp_path / "root"), environment, device)["cuda.triton"]
     assert found.grade == grade
     assert found.says == "Triton cannot be imported: no Triton"
-    assert "pip install 'neuron-di[cuda]'" in found.mend
+    assert "pip install '.[cuda]'" in found.mend
 
 
 def test_triton_that_is_there(tmp_path):

@@ -117,7 +117,7 @@ def test_the_pair_that_etcd_needs_is_looked_at_where_it_is_needed(
         assert findings["packages.extras"].facts == {"extras": ["etcd"]}
     else:
         assert findings["packages.extra.etcd"].grade is grade
-        assert findings["packages.extra.etcd"].mend == "pip install 'neuron-di[etcd]'"
+        assert findings["packages.extra.etcd"].mend == "pip install '.[etcd]' in neuron-di's folder"
 
 
 def test_nixl_is_of_the_version_that_was_tried(tmp_path: Path) -> None:

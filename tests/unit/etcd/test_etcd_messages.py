@@ -52,7 +52,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(module):
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert module in done.stdout
-    assert "pip install 'neuron-di[etcd]'" in done.stdout
+    assert "pip install '.[etcd]'" in done.stdout
 
 
 def test_a_proxy_without_etcd_loads_no_grpc():

@@ -176,7 +176,7 @@ def test_a_layout_that_no_memory_holds_is_refused():
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
-    with pytest.raises(ConfigError, match=r"pip install 'neuron-di\[cuda\]'.*NEURON_DI_CUDART"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[cuda\]'.*NEURON_DI_CUDART"):
         open_runtime("/nowhere/libcudart.so.12")
     monkeypatch.setenv("NEURON_DI_CUDART", "/nowhere/libcudart.so.12")
     with pytest.raises(ConfigError, match="nowhere"):

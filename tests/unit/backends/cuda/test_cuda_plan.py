@@ -92,7 +92,7 @@ def test_a_head_that_no_kernel_does_is_refused(llama_folder):
 
 def test_a_machine_without_the_runtime_library(llama_folder, monkeypatch):
     monkeypatch.setenv(PATH_VARIABLE, "/nowhere/libcudart.so")
-    assert "pip install 'neuron-di[cuda]'" in refusal(llama_folder).message
+    assert "pip install '.[cuda]'" in refusal(llama_folder).message
 
 
 @needs_simulator
@@ -173,7 +173,7 @@ except ConfigError as error:
         env=dict(os.environ),
     )
     assert "--device cuda needs Triton" in done.stdout
-    assert "pip install 'neuron-di[cuda]'" in done.stdout
+    assert "pip install '.[cuda]'" in done.stdout
 
 
 # Memory.

@@ -23,7 +23,7 @@ def printed_by(script):
 
 
 def test_the_error_names_the_extra():
-    assert "pip install 'neuron-di[cuda]'" in printed_by(SCRIPT)
+    assert "pip install '.[cuda]'" in printed_by(SCRIPT)
 
 
 def test_the_cpu_backend_loads_no_triton():
