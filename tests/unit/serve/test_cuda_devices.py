@@ -49,5 +49,5 @@ def test_the_runtime_is_asked_how_many_there_are(monkeypatch):
 
 def test_without_a_runtime_library_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setenv(PATH_VARIABLE, "/nowhere/libcudart.so")
-    with pytest.raises(ConfigError, match="neuron-di\\[cuda\\]"):
+    with pytest.raises(ConfigError, match=r"'\.\[cuda\]'"):
         count_devices()
