@@ -34,12 +34,12 @@ def little_to_look_through() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2`: one process begins with the tests of parts, the other with those of servers.
+    """Which tests one process does in one go, in the order in which they are written.
 
-    All tests of parts stay in one process, and so do those of a cluster, or of a file of the
-    end-to-end tests: after which of them a test runs is the same in every run. Who is done takes
-    the next file of what is left, the largest first and single simulations at the end, so that
-    both are done at the same time.
+    A server's tests share it within their file, those of a cluster within their kind. The rest
+    goes together by what it is about, so that what one test leaves behind the same others see in
+    every run. Who is done takes the next of what is left, the largest first and single
+    simulations at the end, so that all are done at the same time.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -50,6 +50,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return nodeid
             if nodeid.startswith("tests/e2e/"):
                 return file
-            return "clusters" if nodeid.startswith(("tests/chaos/", "tests/dynamic/")) else "parts"
+            if nodeid.startswith(("tests/chaos/", "tests/dynamic/")):
+                return "clusters"
+            kinds = ("tests/contract/", "tests/etcd/", "tests/unit/backends/", "tests/unit/doctor/")
+            return next((kind for kind in kinds if nodeid.startswith(kind)), "parts")
 
     return ByKind(config, log)

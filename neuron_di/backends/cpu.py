@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from neuron_di.backends.backend import Backend, LayerHook, OnLost
+from neuron_di.backends.cpu_numerics import torch_rounding
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.kv import KvPool
@@ -66,7 +67,9 @@ class CpuBackend:
         self._has_pool = True
         code = cpu_kernels.load().isas[-1] if self._decoder is not None else "torch"
         # A replay runs the decode step's own code, and a prompt's chunks are cut alike.
-        self.numerics: str | None = f"cpu {self.layout.dtype} {code} threads={options.num_threads}"
+        self.numerics: str | None = (
+            f"cpu {self.layout.dtype} {code} {torch_rounding()} threads={options.num_threads}"
+        )
 
     def close_pool(self) -> None:
         if self._has_pool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from neuron_di.backends.backend import LayerHook, OnLost
+from neuron_di.backends.cpu_numerics import torch_rounding
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.backends.rank_group import RankGroup
 from neuron_di.backends.rank_messages import (
@@ -53,7 +54,7 @@ class TensorParallelBackend:
         self._options = options
         num_threads = max(1, options.num_threads // layout.num_ranks)
         self.numerics: str | None = (
-            f"cpu {layout.dtype} torch threads={num_threads} tp={layout.num_ranks}"
+            f"cpu {layout.dtype} {torch_rounding()} threads={num_threads} tp={layout.num_ranks}"
         )
         rendezvous_fd = open_rendezvous()
         try:

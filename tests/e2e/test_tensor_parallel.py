@@ -14,6 +14,7 @@ import pytest
 from openai_kit import Answer, Client, eventually, gather
 from process_kit import run, session_of_many
 
+from neuron_di.backends.cpu_numerics import torch_rounding
 from neuron_di.config import EngineOptions, LogOptions, ServeOptions, TransferOptions
 from neuron_di.llm import LLM, Generation
 from neuron_di.serve import Fleet
@@ -85,7 +86,9 @@ async def test_a_combined_worker_of_two_ranks(tiny_tales: Path, expected: list[G
         check(await answers_of(client), expected)
         (status,) = (await client.until_idle()).values()
         assert status["record"]["num_ranks"] == 2
-        assert status["record"]["numerics"].startswith("cpu float32 torch threads=1 tp=2")
+        assert status["record"]["numerics"].startswith(
+            f"cpu float32 {torch_rounding()} threads=1 tp=2"
+        )
         assert "tp=2" in (await run("status", "--url", client.url)).stdout
         worker = psutil.Process(fleet.pids()["combined-0"])
         (rank,) = ranks_of(worker.pid)

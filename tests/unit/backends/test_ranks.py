@@ -17,6 +17,7 @@ from backend_kit import BLOCK_SIZE, decode, make_request, opened, prefill, rando
 from torch import Tensor
 
 from neuron_di.backends import Backend, BackendOptions, open_backend, tensor_parallel
+from neuron_di.backends.cpu_numerics import torch_rounding
 from neuron_di.backends.tensor_parallel import TensorParallelBackend
 from neuron_di.clock import Deadline, sleep_s
 from neuron_di.core import DecodeBatch, PrefillChunk
@@ -80,7 +81,7 @@ def test_tokens_and_kv_are_those_of_one_process(llama_folder: Path, num_ranks: i
         expected = generate(single, one)
         (whole_kv,) = kv_of(single, BLOCKS)
     with ranks(llama_folder, num_ranks) as backend:
-        assert backend.numerics == f"cpu float32 torch threads=1 tp={num_ranks}"
+        assert backend.numerics == f"cpu float32 {torch_rounding()} threads=1 tp={num_ranks}"
         request = make_request(prompt_ids, BLOCKS)
         logits = generate(backend, request)
         kv = kv_of(backend, BLOCKS)
