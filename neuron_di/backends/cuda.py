@@ -235,8 +235,10 @@ class CudaBackend:
             has_graphs=plan.has_graphs,
         )
         self._open = _Computing(model, steps)
-        # Kernels are compiled before the worker says that it is ready. Block 0 is nobody's yet.
-        logits_V = model.run_chunk([0, 0], start=0, block_ids=[0], with_logits=True)
+        # Kernels are compiled before the worker says that it is ready. No block is anybody's yet.
+        warm_ids = [0] * min(2, num_positions)
+        warm_blocks = range(layout.num_blocks_for(len(warm_ids)))
+        logits_V = model.run_chunk(warm_ids, start=0, block_ids=warm_blocks, with_logits=True)
         assert logits_V is not None, "they were asked for"
         warm_up(logits_V[None])
         device.synchronize()

@@ -78,7 +78,9 @@ class CudaModel:
         """
         num_rows, end = len(token_ids), start + len(token_ids)
         size = self._pool_NLCKSD.shape[4]
-        table_N = self._int32(block_ids[: -(-end // size)])
+        num_blocks = -(-end // size)
+        assert len(block_ids) >= num_blocks, "a kernel would take what lies behind for a block"
+        table_N = self._int32(block_ids[:num_blocks])
         bounds = self._int32([0, num_rows, end])
 
         def attend(layer: int, query_THD: Tensor) -> Tensor:

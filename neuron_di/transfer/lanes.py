@@ -13,6 +13,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ SUSPECTED_S = 60.0  # how long a lane that failed is tried after all others
 SUSPECTS_MAX = 1024
 RETRY_S = 60.0  # from a fallback to the next look at what goes before it; twice as long each time
 RETRY_S_MAX = 3600.0  # so that one that proves itself and then stalls does so seldom
+THREADS_MAX = 8  # peers that are connected or accepted at once; a dead one may take 10 s
 REASON_CHARS_MAX = 600  # of why a lane is what it is
 # Measured: where bytes take their time. Over shared memory a whole request is copied faster than
 # pieces are announced.
@@ -83,7 +85,9 @@ class Lane:
 class LaneSet:
     """A worker's transfer engines, the preferred first. Owns them. Thread-safe.
 
-    `lacking` has those that would be preferred to them, were they not missing here, and why.
+    `threads` are for connect() and accept(): who waits there for a dead peer is in nobody's way
+    but of those that connect, too. `lacking` has those that would be preferred to them, were they
+    not missing here, and why.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class LaneSet:
         self._lacking = dict(lacking or {})
         self._by_name = {engine.name: engine for engine in engines}
         assert len(self._by_name) == len(engines), "two engines have one name"
+        self.threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="lanes")
         self._lock = threading.Lock()
         self._log = LimitedLogger(__name__)  # peers come back as often as they like; under the lock
         self._accepted: dict[Incarnation, frozenset[str]] = {}
@@ -273,6 +278,7 @@ class LaneSet:
 
     def close(self) -> None:
         """End all engines after the transfers that were posted. Blocks until then."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
         with ExitStack() as stack:  # each of them, though another should fail
             for engine in reversed(self.engines):
                 stack.callback(engine.close)

@@ -200,8 +200,9 @@ class PrefillLink:
             largest_bytes = resharding(layout, local.layout).landing_bytes(local.context_tokens)
             await self._landing.open(largest_bytes)
         # Mapping or connecting may block, so neither this loop nor the engine does it.
+        lanes = self._lanes
         self.lane = await self._loop.run_in_executor(
-            None, self._lanes.connect, self.peer.incarnation, kv_map.offers, layout
+            lanes.threads, lanes.connect, self.peer.incarnation, kv_map.offers, layout
         )
         if streams_over(self.lane, self._limits):
             try:

@@ -238,8 +238,8 @@ class SendBuffer:
 
     async def _accept(self, identity: Identity, peer: Peer, message: KvMapInit) -> None:
         try:
-            accept = self._sender.accept
-            peer.layout, answer = await self._loop.run_in_executor(None, accept, peer, message)
+            threads, accept = self._lanes.threads, self._sender.accept
+            peer.layout, answer = await self._loop.run_in_executor(threads, accept, peer, message)
         except PeerError as error:
             self._send(identity, Refused(reason=error.message[:REASON_CHARS_MAX]))
         except Exception:  # ours; the peer must not wait for its deadline to learn of it

@@ -15,6 +15,11 @@ from neuron_di.wire import SIGNAL_VERSION, Handshake, Refused, Welcome
 _log = get_logger(__name__)
 _refusals = LimitedLogger(__name__)
 
+# A decode worker has one or two, and for a while those whose requests are ending. Nobody says
+# goodbye on one that broke: it would keep its place until it counts as silent, and a worker that
+# makes a new one for each request would take all places.
+CONNECTIONS_MAX = 8  # of one worker
+
 # A connection's name on the signal link: "<incarnation>.<number>", unique for each connection.
 # Where the link is encrypted, behind the key that the connection proved to have: another key's
 # connection is another peer, whatever it calls itself.
@@ -32,7 +37,8 @@ class Peer:
 
 
 class SendPeers:
-    """Every connection that shook hands. At most `peers_max`; the silent ones are forgotten.
+    """Every connection that shook hands. At most `peers_max`; the silent ones are forgotten, and
+    of a worker with too many the one that was silent the longest.
 
     `admission` knows whose key is whose; None: the link is not encrypted.
     """
@@ -75,7 +81,10 @@ class SendPeers:
         if reason is not None:
             _refusals.warning("handshake_refused", peer=message.worker_id, reason=reason)
             return Refused(reason=reason, is_stale=message.expects != local.incarnation)
-        if len(self._peers) >= self._peers_max and identity not in self._peers:
+        is_new = identity not in self._peers
+        if is_new:
+            self._make_room(message.incarnation)
+        if is_new and len(self._peers) >= self._peers_max:
             reason = f"{local.worker_id} talks to {self._peers_max} workers already"
             _refusals.warning("handshake_refused", peer=message.worker_id, reason=reason)
             return Refused(reason=reason, is_busy=True)
@@ -98,6 +107,15 @@ class SendPeers:
             peer = self._peers.pop(identity)
             _log.info("peer_silent", peer=peer.worker_id)
             self._on_lost(identity, peer.incarnation)
+
+    def _make_room(self, incarnation: Incarnation) -> None:
+        """For one more connection of this worker."""
+        own = [i for i, peer in self._peers.items() if peer.incarnation == incarnation]
+        if len(own) >= CONNECTIONS_MAX:
+            identity = min(own, key=lambda identity: self._peers[identity].last_heard_s)
+            peer = self._peers.pop(identity)
+            _log.info("connection_forgotten", peer=peer.worker_id)
+            self._on_lost(identity, incarnation)
 
     def _name_of(self, identity: Identity) -> str:
         """The connection's name as the decode worker knows it.

@@ -13,6 +13,7 @@ from neuron_di.clock import now_s
 from neuron_di.config import TransferOptions
 from neuron_di.errors import (
     KvCorrupt,
+    LocalProtocolError,
     NeuronDiError,
     PeerRefused,
     PeerTimeout,
@@ -312,6 +313,8 @@ class _Arrival:
                 self.error = self._lane.commit(self._receive)
         except NeuronDiError as error:
             self.error = error
+        except Exception as bug:  # a figure must not hide it
+            self.error = LocalProtocolError(f"the end of a receive failed: {bug!r}")
         finally:
             self.at_s = now_s()
             self.is_over.set()

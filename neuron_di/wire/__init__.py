@@ -11,7 +11,13 @@ from neuron_di.wire.announce import (
     record_decoder,
     status_decoder,
 )
-from neuron_di.wire.codec import EVENT_BYTES_MAX, Decoder, encode_json, encode_msgpack
+from neuron_di.wire.codec import (
+    EVENT_BYTES_MAX,
+    SIGNAL_BYTES_MAX,
+    Decoder,
+    encode_json,
+    encode_msgpack,
+)
 from neuron_di.wire.legs import (
     JSON_NULL,
     DecodeLeg,
@@ -92,6 +98,7 @@ from neuron_di.wire.signal import (
     Welcome,
     from_decode_decoder,
     from_prefill_decoder,
+    ready_bytes_max,
 )
 from neuron_di.wire.tokenize import (
     DetokenizedText,
@@ -110,6 +117,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "RECORD_BYTES_MAX",
     "REGISTRY_BYTES_MAX",
+    "SIGNAL_BYTES_MAX",
     "SIGNAL_VERSION",
     "Abort",
     "CudaIpcRegion",
@@ -190,6 +198,7 @@ __all__ = [
     "from_prefill_decoder",
     "leg_event_decoder",
     "prefill_leg_decoder",
+    "ready_bytes_max",
     "record_decoder",
     "registry_answer_decoder",
     "registry_call_decoder",

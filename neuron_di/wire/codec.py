@@ -9,7 +9,7 @@ from neuron_di.types import RequestId
 
 T = TypeVar("T")
 
-SIGNAL_BYTES_MAX = 8 << 20  # one message on the signal link, Ready of a million tokens included
+SIGNAL_BYTES_MAX = 8 << 20  # one message on the signal link, see ready_bytes_max
 # One leg's document: the client's body, and our fields. A schema is in it twice, as a tool and in
 # the grammar, there with its quotes escaped, and so are the ids of what was emitted.
 LEG_BYTES_MAX = (16 << 20) + (4 << 20)

@@ -137,6 +137,14 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
         return f"Ready(request_id={self.request_id!r}, attempt={self.attempt})"
 
 
+def ready_bytes_max(num_tokens: int, num_blocks: int) -> int:
+    """What a Ready of so many token ids and blocks takes at most; it may have SIGNAL_BYTES_MAX.
+
+    An id takes up to 5 bytes, a block's generation and digest up to 9 each.
+    """
+    return 4096 + 5 * num_tokens + (5 + 9 + 9) * num_blocks
+
+
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     """Repeated between Ready and Done: extends the lease of the parked KV."""
 

@@ -13,6 +13,7 @@ from neuron_di.backends import (
     plan_device,
 )
 from neuron_di.config import EngineOptions
+from neuron_di.errors import ConfigError
 from neuron_di.kv import KvLayout, KvPool, PoolMaker, segment_bytes
 from neuron_di.models import (
     LoadProgress,
@@ -23,6 +24,7 @@ from neuron_di.models import (
 from neuron_di.obs import get_logger
 from neuron_di.request import Tokenizer
 from neuron_di.types import Incarnation, Role
+from neuron_di.wire import SIGNAL_BYTES_MAX, ready_bytes_max
 
 _log = get_logger(__name__)
 
@@ -61,6 +63,22 @@ class PoolPlan:
             reason = f"the KV pool has {num_blocks} blocks"
             _log.warning("context_cut", wanted=wanted, context_tokens=held, reason=reason)
         return min(wanted, held)
+
+    def require_ready_fits(self, num_blocks: int) -> None:
+        """ConfigError where the longest request could not be handed over: its Ready is too large.
+
+        Such a message would cost the link, and with it every other request on it.
+        """
+        size = self.layout.block_size
+        num_tokens = min(self._context_tokens(), num_blocks * size)
+        num_bytes = ready_bytes_max(num_tokens, self.layout.num_blocks_for(num_tokens))
+        if num_bytes > SIGNAL_BYTES_MAX:
+            raise ConfigError(
+                f"a context of {num_tokens} tokens in blocks of {size} cannot be handed over: what "
+                f"a prefill worker says of it takes up to {num_bytes} bytes, and a message may "
+                f"have {SIGNAL_BYTES_MAX}. Mend: a larger --block-size or a smaller "
+                "--context-tokens"
+            )
 
     def _context_tokens(self) -> int:
         return self.spec.context_of(self.options.context_tokens)
@@ -120,6 +138,8 @@ def load_model(
         spec=spec, layout=layout, options=options, device=device, available_bytes=available_bytes
     )
     num_blocks = pool_plan.num_blocks(role)
+    if role != "both":
+        pool_plan.require_ready_fits(num_blocks)
     plan = device.memory_plan(spec, layout, num_blocks)
     plan.require_fits(available_bytes)
     _log.info(

@@ -1,6 +1,7 @@
 """Links that break, refusals in every state, and who may connect how often."""
 
 import asyncio
+import os
 import threading
 
 import msgspec
@@ -10,7 +11,9 @@ from odd_engines import HeldEngine
 from transfer_kit import LAYOUT, QUICK, WAIT_S, BareDecode, R, end_of, kv_map_init, until
 
 from neuron_di.clock import Deadline
-from neuron_di.errors import KvMissing, PeerGone
+from neuron_di.errors import KvMissing, PeerGone, PeerTimeout
+from neuron_di.transfer import ShmEngine
+from neuron_di.transfer.lanes import THREADS_MAX
 from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import (
     Abort,
@@ -368,3 +371,26 @@ async def test_a_transfer_engine_that_fails_to_accept_is_told_at_once(cluster):
         answer = await peer.ask(kv_map_init(prefill.pool.region()))
     assert answer == Refused(reason="the transfer engine failed to connect")
     await until(lambda: not prefill.buffer._accepting)  # the answer leaves before the task ends
+
+
+async def test_peers_that_cannot_be_reached_take_no_threads_of_others(cluster):
+    """Layers that came, digests and prompts wait for the loop's own threads, of which few are."""
+    may_go_on = threading.Event()
+
+    class Unreached(ShmEngine):
+        def connect(self, peer, region, layout):
+            may_go_on.wait(WAIT_S)
+            raise PeerTimeout("its data port does not answer")
+
+    decode = cluster.decode(make_transfer=Unreached)
+    of_loop = min(32, (os.cpu_count() or 1) + 4)
+    num_peers = max(of_loop, THREADS_MAX) + 1
+    peers = [cluster.prefill(worker_id=f"prefill-{n}") for n in range(num_peers)]
+    buffers = [decode.buffer(peer) for peer in peers]
+    try:
+        await until(lambda: len(decode.lanes.threads._threads) == THREADS_MAX)
+        assert await asyncio.wait_for(asyncio.to_thread(bool, 1), WAIT_S)
+    finally:
+        may_go_on.set()
+    ends = await asyncio.gather(*(each.connect() for each in buffers), return_exceptions=True)
+    assert {type(end) for end in ends} == {PeerTimeout}

@@ -16,9 +16,12 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lane_kit import FAST
 from signal_words import DONE, PULL, WORDS
 from transfer_kit import BareDecode, Prefill, R, until
 
+from neuron_di.errors import PeerRefused
+from neuron_di.transfer.send_peers import CONNECTIONS_MAX
 from neuron_di.types import RequestId, WorkerId
 from neuron_di.wire import (
     SIGNAL_VERSION,
@@ -27,6 +30,7 @@ from neuron_di.wire import (
     LookupAll,
     Malformed,
     Ping,
+    Pong,
     Refused,
     Welcome,
     encode_msgpack,
@@ -279,6 +283,39 @@ async def test_b34_connections_are_capped_and_the_others_go_on(cluster):
         assert (await decode.hand_over(prefill, [0, 1])).error() is None
     finally:
         for one in crowd:
+            one.__exit__()
+
+
+async def test_b34_a_worker_whose_links_break_takes_no_places_of_others(cluster):
+    """Each of its requests makes a new link, and nobody says goodbye on the one before."""
+    prefill = cluster.prefill(make_transfer=FAST, peers_max=16)
+    broken = cluster.decode(worker_id="broken", make_transfer=FAST)
+    broken.transfer.fails_with = PeerRefused("its memory cannot be mapped here")
+    for n in range(40):
+        with pytest.raises(PeerRefused, match="cannot be mapped"):
+            await broken.lookup(prefill, RequestId(f"r{n}"))
+    assert len(prefill.buffer._peers._peers) == CONNECTIONS_MAX
+    healthy = cluster.decode(worker_id="healthy", make_transfer=FAST)
+    prefill.park()
+    assert (await healthy.hand_over(prefill, [0, 1])).error() is None
+
+
+async def test_b34_of_a_workers_connections_the_silent_one_goes(cluster):
+    prefill = cluster.prefill()
+    first = BareDecode(prefill)
+    own = first.incarnation
+    names = [f"{own}.{number}".encode() for number in range(2, 2 + CONNECTIONS_MAX)]
+    others = [BareDecode(prefill, name, incarnation=own) for name in names]
+    try:
+        for one in (first, *others[:-1]):
+            assert isinstance(await one.shake_hands(), Welcome)
+        assert isinstance(await first.ask(Ping(sequence=1)), Pong)  # it still speaks
+        assert isinstance(await others[-1].shake_hands(), Welcome)
+        assert len(prefill.buffer._peers._peers) == CONNECTIONS_MAX
+        assert isinstance(await first.ask(Ping(sequence=2)), Pong)
+        assert await others[0].ask(Ping(sequence=1)) == Malformed(reason="handshake first")
+    finally:
+        for one in (first, *others):
             one.__exit__()
 
 

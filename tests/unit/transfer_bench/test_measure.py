@@ -68,6 +68,8 @@ class Faulty:
         return self._engine.post_receive(peer, receive)
 
     def commit(self, peer, receive):
+        if self._fault == "commit":
+            raise ValueError("a bug of an engine")
         error = self._engine.commit(peer, receive)
         if self._fault == "bytes" and self._num_posted == 4:
             address = receive.memory.address + int(receive.runs.destination_offsets[0])
@@ -117,6 +119,11 @@ def pairs(rows):
         ("open", "config_error", "not here"),
         ("connect", "peer_refused", "not today"),
         ("move", "peer_gone", "out of reach"),
+        (
+            "commit",
+            "internal_error",
+            "the end of a receive failed: ValueError('a bug of an engine')",
+        ),
         ("bytes", "kv_corrupt", "tcp brought other bytes than were sent"),
     ],
 )

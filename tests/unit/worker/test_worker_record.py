@@ -7,10 +7,19 @@ import pytest
 from worker_kit import PROMPT, collect, make_worker, prefill_leg, token_ids
 
 from neuron_di.config import EngineOptions, WorkerOptions
+from neuron_di.errors import ConfigError
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.testing.checkpoints import TOOL_CHAT_TEMPLATE
-from neuron_di.types import Role
-from neuron_di.wire import Finished, Parked, PromptOptions, Token
+from neuron_di.types import Incarnation, RequestId, Role, WorkerId
+from neuron_di.wire import (
+    Finished,
+    Parked,
+    PromptOptions,
+    Ready,
+    Token,
+    encode_msgpack,
+    ready_bytes_max,
+)
 from neuron_di.worker import Worker, load_model
 
 
@@ -24,6 +33,53 @@ async def test_slots_are_those_of_the_role(llama_folder: Path, role: Role, slots
     assert record.slots == slots
     assert record.num_vocab == 2048
     assert (record.tool_format, record.reasoning) == (None, None)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_context_that_could_not_be_handed_over_is_refused_before_the_load(
+    tmp_path: Path, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Ready would be larger than a message may be, which ends the link for all requests."""
+    write_random_checkpoint(tmp_path, "llama", config={"max_position_embeddings": 2_000_000})
+    monkeypatch.setattr("neuron_di.worker.model.open_backend", _never)
+    for tokens, block_size, is_refused in [
+        (750_000, 4, False),
+        (1_000_000, 4, True),
+        (1_250_000, 16, False),
+        (1_400_000, 16, True),
+    ]:
+        engine = EngineOptions(
+            block_size=block_size, num_blocks=-(-tokens // block_size), context_tokens=tokens
+        )
+        expected = pytest.raises(ConfigError, match=f"{tokens} tokens in blocks of {block_size} ")
+        with expected if is_refused else pytest.raises(_NotRefused):
+            load_model(str(tmp_path), None, role, engine)
+
+
+def test_a_large_ready_takes_no_more_than_is_reckoned(tmp_path: Path) -> None:
+    ready = Ready(
+        request_id=RequestId("r" * 128),
+        attempt=1000,
+        worker_id=WorkerId("w" * 255),
+        incarnation=Incarnation("i" * 32),
+        layout_digest="d" * 64,
+        prompt_ids=[(1 << 32) - 1] * 4096,
+        generated=[(1 << 32) - 1] * 4096,
+        block_ids=[(1 << 32) - 1] * 2048,
+        generations=[(1 << 64) - 1] * 2048,
+        digests=[(1 << 64) - 1] * 2048,
+        num_tokens=8192,
+    )
+    num_bytes = len(encode_msgpack(ready))
+    assert ready_bytes_max(8192, 2048) - 4096 < num_bytes <= ready_bytes_max(8192, 2048)
+
+
+class _NotRefused(Exception):
+    pass
+
+
+def _never(*_: object) -> None:
+    raise _NotRefused
 
 
 async def test_the_template_tells_of_the_model(tmp_path: Path) -> None:

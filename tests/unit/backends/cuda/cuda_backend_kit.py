@@ -63,8 +63,8 @@ def opened_cuda(
         BackendOptions(
             folder=folder,
             spec=spec,
-            layout=spec.kv_layout(block_size=BLOCK_SIZE, dtype=plan.dtype),
-            num_blocks=NUM_BLOCKS,
+            layout=spec.kv_layout(block_size=engine.block_size, dtype=plan.dtype),
+            num_blocks=engine.num_blocks or NUM_BLOCKS,
             incarnation=Incarnation("b" * 32),
             num_threads=1,
             plan=plan,
@@ -84,7 +84,7 @@ def pool_of(backend: CudaBackend) -> torch.Tensor:
     layout = backend.layout
     return backend._device.tensor_at(
         backend._blocks.device_address,
-        (NUM_BLOCKS, *layout.rank_shape),
+        (backend._options.num_blocks, *layout.rank_shape),
         getattr(torch, layout.dtype),
     )
 

@@ -11,6 +11,8 @@ import torch
 from backend_kit import decode, make_request, opened, prefill, random_prompt
 from cuda_backend_kit import NUM_BLOCKS, opened_cuda, pool_of, write_small
 
+from neuron_di.backends import cuda_model
+from neuron_di.backends.cuda_kernels import write_kv_
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.errors import LocalProtocolError
 from neuron_di.types import Incarnation
@@ -157,3 +159,19 @@ def test_another_pool_on_the_same_weights(tmp_path):
         backend.open_pool(NUM_BLOCKS, Incarnation("c" * 32))
         pool_of(backend).fill_(float("nan"))
         assert tokens_of(backend, 2) == expected
+
+
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 24), (1, 1), (2, 1)])
+def test_its_warm_up_keeps_to_the_table_of_blocks(tmp_path, monkeypatch, block_size, num_blocks):
+    """A kernel takes what lies behind the table for one more block, and writes there."""
+    read = []
+
+    def watched(qkv_THD, pool, layer, table_TN, position_T, *arguments, **options):
+        read.append((int(position_T.max()) // block_size, table_TN.shape[1]))
+        assert read[-1][0] < read[-1][1], "no such block"
+        return write_kv_(qkv_THD, pool, layer, table_TN, position_T, *arguments, **options)
+
+    monkeypatch.setattr(cuda_model, "write_kv_", watched)
+    folder = write_small(tmp_path)
+    with opened_cuda(folder, block_size=block_size, num_blocks=num_blocks, decode_batch=1):
+        assert read
