@@ -15,6 +15,7 @@ from neuron_di.backends.backend import Backend, LayerHook, OnLost
 from neuron_di.backends.cpu_numerics import torch_rounding
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.core import DecodeBatch, PrefillChunk
+from neuron_di.core.require import require
 from neuron_di.kv import KvPool
 from neuron_di.models import (
     AttendChunk,
@@ -126,6 +127,9 @@ class CpuBackend:
         tables = np.zeros((len(requests), max(len(r.block_ids) for r in requests)), np.int32)
         for row, request in zip(tables, requests, strict=True):
             row[: len(request.block_ids)] = request.block_ids
+            # Behind its blocks stands block 0, which is another's: the kernel would write there.
+            has_room = request.num_computed < len(request.block_ids) * self.layout.block_size
+            require(has_room, "a request goes on behind its last block")
         logits_BV = torch.empty(len(requests), self.num_vocab)
         self._decoder.step(
             np.array([request.generated[-1] for request in requests], np.int32),

@@ -114,13 +114,16 @@ class TensorParallelBackend:
             self._has_pool = False
             self._model.unbind()
             try:
-                self._ranks.tell(ClosePool())
-                self._ranks.hear(PoolClosed, Deadline.after(_ANSWER_TIMEOUT_S))
+                self._close_pool_of_ranks()
             except BaseException:
                 self._ranks.close()  # they were killed, which takes a moment
                 raise
             finally:
                 self.pool.close()  # behind the ranks: nothing of it is given away while they write
+
+    def _close_pool_of_ranks(self) -> None:
+        self._ranks.tell(ClosePool())
+        self._ranks.hear(PoolClosed, Deadline.after(_ANSWER_TIMEOUT_S))
 
     def open_pool(self, num_blocks: int, incarnation: Incarnation) -> None:
         group = self._group
@@ -134,7 +137,12 @@ class TensorParallelBackend:
             order = OpenPool(place=place_of(self.pool), num_positions=num_positions)
             with _closing_fd(reopen(self.pool)) as fd:
                 self._ranks.tell(order, fd)
-            self._model.bind(self.pool.tensor(0), num_positions, group.gather)
+            try:
+                self._model.bind(self.pool.tensor(0), num_positions, group.gather)
+            except BaseException:  # the ranks open it all the same, and say so
+                self._ranks.hear(PoolOpened, Deadline.after(_ANSWER_TIMEOUT_S))
+                self._close_pool_of_ranks()
+                raise
             self._ranks.hear(PoolOpened, Deadline.after(_ANSWER_TIMEOUT_S))
         except BaseException:
             self._model.unbind()

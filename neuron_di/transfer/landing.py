@@ -2,6 +2,7 @@
 
 Allocated and touched once, when the first peer needs it. Whoever finds no room waits in the
 order of asking, so that a large request is not overtaken for ever; and not beyond a deadline.
+What was taken without asking, ahead of need, is recalled for those that wait.
 """
 
 import asyncio
@@ -67,6 +68,8 @@ class Landing:
         self._free = [(0, self.size_bytes)]  # [start, end), in order, none touching another
         self._taken: dict[int, int] = {}  # start to end
         self._waiting: deque[Ask] = deque()
+        self._lent: dict[int, Callable[[], None]] = {}  # start to who recalls it, as taken
+        self._recalled: set[int] = set()  # starts of what will be freed soon
 
     async def open(self, wanted_bytes: int = 0) -> None:
         """Allocate it, unless it is there. ConfigError when the memory cannot be had.
@@ -129,11 +132,22 @@ class Landing:
                 ask.overdue = loop.call_later(timeout_s, self._give_up, ask)
         return ask
 
-    def take(self, num_bytes: int) -> Room | None:
-        """Room for this many bytes, if there is some that nobody waits for."""
+    def take(self, num_bytes: int, recall: Callable[[], None]) -> Room | None:
+        """Room for this many bytes, if there is some that nobody waits for.
+
+        Until keep(), `recall` is called when somebody does: it gives the room up, at once or when
+        nothing writes to it any more.
+        """
         num_bytes = max(_PAGE, _whole_pages(num_bytes))
         start = None if self._waiting or self._memory is None else self._fit(num_bytes)
-        return None if start is None else self._room(start, num_bytes)
+        if start is None:
+            return None
+        self._lent[start] = recall
+        return self._room(start, num_bytes)
+
+    def keep(self, room: Room) -> None:
+        """Who took it needs it now: it is not recalled any more."""
+        self._lent.pop(room.start, None)
 
     def cancel(self, ask: Ask) -> None:
         """It is not wanted any more. Nothing where it was answered."""
@@ -148,6 +162,8 @@ class Landing:
         end = self._taken.pop(room.start, None)
         require(end is not None, "landing memory is freed that is not taken")
         assert end is not None
+        self._lent.pop(room.start, None)
+        self._recalled.discard(room.start)
         starts = [start for start, _ in self._free]
         place = int(np.searchsorted(starts, room.start)) if starts else 0
         self._free.insert(place, (room.start, end))
@@ -189,11 +205,24 @@ class Landing:
             ask = self._waiting[0]
             start = self._fit(ask.num_bytes)
             if start is None:
-                return
+                if not self._recall(ask.num_bytes):
+                    return
+                continue  # it may be free by now, and given to somebody
             self._waiting.popleft()
             if ask.overdue is not None:
                 ask.overdue.cancel()
             ask.on_answer(self._room(start, ask.num_bytes))
+
+    def _recall(self, num_bytes: int) -> bool:
+        """One more room that nobody needs yet, the youngest; False: there is none, or so many
+        bytes will be free soon anyway.
+        """
+        if not self._lent or sum(self._taken[s] - s for s in self._recalled) >= num_bytes:
+            return False
+        start, recall = self._lent.popitem()
+        self._recalled.add(start)
+        recall()
+        return True
 
     def _room(self, start: int, num_bytes: int) -> Room:
         whole, view = self._memory, self._view

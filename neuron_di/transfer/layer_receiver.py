@@ -80,7 +80,7 @@ class LayerReceiver:
         self._counters = counters
         self._link = link
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[Key, _Stream | None] = {}  # None: there was no room
+        self._streams: dict[Key, _Stream | None] = {}  # None: there is no room for it
         self._num_open = 0
         self._ready: deque[_Stream] = deque()  # those with pieces that wait to be posted
 
@@ -88,7 +88,7 @@ class LayerReceiver:
         """Of a request that waits for its KV. RemoteProtocolError for a piece of no such KV."""
         key = (message.request_id, message.attempt)
         if key not in self._streams:
-            self._streams[key] = self._open(message.num_blocks)
+            self._streams[key] = self._open(key, message.num_blocks)
         stream = self._streams[key]
         if stream is None or stream.has_failed:
             return
@@ -129,6 +129,8 @@ class LayerReceiver:
         ):
             self.end(key)
             return False
+        assert stream.room is not None, "a recalled stream is no stream"
+        self._landing.keep(stream.room)
         stream.entry, stream.on_settled, stream.claimed_s = entry, on_settled, now_s()
         if not stream.open and not stream.waiting:
             self._settle(key, stream)
@@ -174,13 +176,18 @@ class LayerReceiver:
         placing = self._loop.run_in_executor(None, self._receiver.finish_streamed, entry)
         placing.add_done_callback(on_end)
 
-    def _open(self, num_blocks: int) -> _Stream | None:
+    def _open(self, key: Key, num_blocks: int) -> _Stream | None:
         layout = self._receiver.layout
-        room = self._landing.take(num_blocks * layout.block_bytes)
+        room = self._landing.take(num_blocks * layout.block_bytes, partial(self._recall, key))
         if room is None:
             return None
         shape = (layout.num_layers, num_blocks)
         return _Stream(room, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
+
+    def _recall(self, key: Key) -> None:
+        """Somebody who has a slot waits for room; this request may wait for just that slot."""
+        self.end(key)
+        self._streams[key] = None
 
     def _post_next(self) -> None:
         """As many as may be under way at once, in the order in which they were announced."""

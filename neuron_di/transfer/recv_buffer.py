@@ -286,11 +286,11 @@ class RecvBuffer:
 
     def _on_placed(self, key: Key, entry: Entry, error: NeuronDiError | None) -> None:
         """What came layer by layer is in our blocks, or must be pulled as a whole."""
-        if error is None or entry.state is not _STATE.PULLING:
-            self._settle(key, entry, error)
-        else:
+        if error is not None and entry.state is _STATE.PULLING:
             for action in (_ACTION.SEND_PULL, _ACTION.POST_RECEIVE):
                 self._act(key, entry, action, _NO_CAUSE)
+        else:  # blocks of who gave up may have changed since: that says nothing of the memory
+            self._settle(key, entry, error and KvMissing("the request was given up"))
 
     def _on_received(self, key: Key, entry: Entry, copied: TransferToken) -> None:
         """The engine's copy ended. On the thread that ended it: the bytes are read right here."""

@@ -9,7 +9,7 @@ from backend_kit import decode, make_request, opened, prefill, random_prompt
 from transformers import AutoModelForCausalLM
 
 from neuron_di.core import PrefillChunk
-from neuron_di.errors import CheckpointError
+from neuron_di.errors import CheckpointError, LocalProtocolError
 from neuron_di.request import Request
 from neuron_di_bindings import cpu_kernels
 
@@ -122,6 +122,24 @@ def test_decode_writes_its_own_position_only(llama_folder: Path, use_kernels: bo
         expected = torch.zeros_like(changed)
         expected[7, :, :, :, 2] = True
         assert torch.equal(changed, expected)
+
+
+@needs_kernels
+def test_a_row_that_goes_on_behind_its_blocks_is_refused_beside_a_longer_one(
+    llama_folder: Path,
+) -> None:
+    """The table is as wide as the longest row's: what pads the others is a block, too."""
+    with opened(llama_folder) as backend:
+        short = make_request(random_prompt(15), [3])
+        long = make_request(random_prompt(40), [4, 5, 6])
+        other = make_request(random_prompt(10), [0])
+        for request in (short, long, other):
+            prefill(backend, request)
+        decode(backend, short, long)  # its block is full now
+        before = backend.pool.tensor()[0].clone()
+        with pytest.raises(LocalProtocolError, match="behind its last block"):
+            decode(backend, short, long)
+        assert torch.equal(backend.pool.tensor()[0].nan_to_num(), before.nan_to_num())
 
 
 def test_a_damaged_checkpoint_frees_the_pool(tmp_path: Path, llama_folder: Path) -> None:

@@ -174,6 +174,30 @@ def test_another_pool_takes_the_place_of_the_first(llama_folder: Path) -> None:
         assert not torch.equal(first, second)
 
 
+def test_a_pool_for_which_memory_lacks_at_this_end_leaves_the_ranks_in_step(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were told to open it already, and their answer must not be taken for a later one."""
+    with ranks(llama_folder) as backend:
+        request = make_request(random_prompt(40), BLOCKS)
+        generate(backend, request)
+        backend.close_pool()
+        with monkeypatch.context() as patch:
+            patch.setattr(backend._model, "bind", _out_of_memory)
+            with pytest.raises(RuntimeError, match="not enough memory"):
+                backend.open_pool(5, Incarnation("b" * 32))
+        for incarnation in "cd":
+            backend.open_pool(100, Incarnation(incarnation * 32))
+            again = make_request(random_prompt(40), BLOCKS)
+            generate(backend, again)
+            assert again.generated == request.generated
+            backend.close_pool()
+
+
+def _out_of_memory(*_: object) -> None:
+    raise RuntimeError("not enough memory")
+
+
 def test_a_rank_does_not_get_the_keys_of_whoever_started_it(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,3 +188,66 @@ async def test_any_order_of_asking_and_giving_back(landing):
         rooms += answers
     for room in rooms:
         landing.free(room)
+
+
+def lend(landing, num_pages, recalled, *, at_once=True):
+    """Room that was taken ahead of need. `recalled` gets it when somebody waits."""
+
+    def recall():
+        recalled.append(room)
+        if at_once:
+            landing.free(room)
+
+    room = landing.take(num_pages * PAGE, recall)
+    return room
+
+
+async def test_room_that_nobody_needs_yet_is_recalled_the_youngest_first(landing):
+    recalled = []
+    rooms = [lend(landing, 2, recalled) for _ in range(4)]
+    assert lend(landing, 1, recalled) is None
+    _, (room,) = ask(landing, 4)
+    assert recalled == [rooms[3], rooms[2]]
+    assert landing.num_bytes_asked == 8 * PAGE
+    for each in (room, rooms[0], rooms[1]):
+        landing.free(each)
+
+
+async def test_what_is_needed_by_now_is_not_recalled(landing):
+    recalled = []
+    kept, other = lend(landing, 6, recalled), lend(landing, 2, recalled)
+    landing.keep(kept)
+    _, answers = ask(landing, 3)
+    assert recalled == [other]
+    assert answers == []
+    landing.free(kept)
+    landing.free(answers[0])
+
+
+async def test_no_more_is_recalled_than_will_do_once_nothing_writes_to_it(landing):
+    recalled = []
+    rooms = [lend(landing, 2, recalled, at_once=False) for _ in range(4)]
+    _, first = ask(landing, 2)
+    assert recalled == [rooms[3]]
+    assert lend(landing, 1, recalled) is None  # somebody waits
+    assert first == []
+    landing.free(rooms[3])
+    assert len(first) == 1
+    _, second = ask(landing, 4)
+    assert recalled == [rooms[3], rooms[2], rooms[1]]
+    landing.free(rooms[1])
+    assert second == []
+    landing.free(rooms[2])
+    for room in (rooms[0], *first, *second):
+        landing.free(room)
+
+
+async def test_pieces_that_do_not_touch_are_recalled_until_one_is_large_enough(landing):
+    recalled = []
+    rooms = [lend(landing, 2, recalled) for _ in range(3)]
+    landing.keep(rooms[1])
+    _, answers = ask(landing, 3)
+    assert recalled == [rooms[2]]  # with what was free behind it
+    landing.free(rooms[1])
+    landing.free(rooms[0])
+    landing.free(answers[0])

@@ -34,10 +34,10 @@ def engine(request):
 class Scene:
     """A prefill worker whose pool is filled chunk by chunk, layer by layer, by the test."""
 
-    def __init__(self, cluster, engine, layout=WIDE, own_layout=WIDE, stream_layers="on"):
+    def __init__(self, cluster, engine, layout=WIDE, own_layout=WIDE, stream_layers="on", **own):
         options = {"make_transfer": engine, "stream_layers": stream_layers}
         self.prefill = cluster.prefill(layout=layout, **options)
-        self.decode = cluster.decode(layout=own_layout, **options)
+        self.decode = cluster.decode(layout=own_layout, **options, **own)
         fill(self.prefill)
         pool = self.prefill.pool
         self.kv = [pool.tensor(rank).clone() for rank in range(layout.num_ranks)]
@@ -211,7 +211,8 @@ async def test_without_room_the_whole_is_pulled(cluster, engine):
     scene = Scene(cluster, engine)
     await scene.decode.buffer(scene.prefill).connect()
     landing = scene.decode.connector.landing
-    room = landing.take(landing.size_bytes)
+    room = landing.take(landing.size_bytes, recall=lambda: None)
+    landing.keep(room)
     asking = await scene.look_up()
     await scene.compute_all()
     scene.park()

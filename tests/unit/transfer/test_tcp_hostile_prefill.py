@@ -6,11 +6,13 @@ import struct
 import threading
 from contextlib import closing
 
+import msgspec
 import pytest
-from tcp_kit import LAYOUT, PREFILL, UNTOUCHED, WAIT_S, runs_of, tcp_pair, wait
+from tcp_kit import DECODE, LAYOUT, PREFILL, UNTOUCHED, WAIT_S, runs_of, tcp_pair, wait
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import PeerError, PeerRefused, PeerTimeout, RemoteProtocolError
+from neuron_di.transfer import tcp_proof
 from neuron_di.transfer.tcp_engine import TcpTimes
 from neuron_di.transfer.tcp_frames import DATA, GONE, WANT
 from neuron_di.transfer.tcp_proof import answer
@@ -125,6 +127,43 @@ def test_too_few_bytes_and_then_silence_end_the_receive():
             token = pair.receive(pair.receive_of(runs_of([0], [8192], [4096])))
             assert isinstance(wait(token), PeerTimeout)
             assert (pair.received[12287:] == UNTOUCHED).all()
+
+
+class _Impostor:
+    """Listens where a prefill worker should, knows no secret, and says the worker's words."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def region(self, of_worker: TcpRegion) -> TcpRegion:
+        return msgspec.structs.replace(of_worker, port=self._listener.getsockname()[1])
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                with sock, contextlib.suppress(OSError):
+                    sock.settimeout(WAIT_S)
+                    sock.recv(tcp_proof._HELLO.size, socket.MSG_WAITALL)
+                    sock.sendall(tcp_proof._CHALLENGE.pack(tcp_proof._MAGIC, 1, b"x" * 32))
+                    sock.recv(32, socket.MSG_WAITALL)
+                    proof = b"p" * 32
+                    sock.sendall(tcp_proof._WELCOME.pack(proof, 64 * 4096))
+                    sock.sendall(tcp_proof._probe(proof))
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(WAIT_S)
+
+
+def test_who_cannot_prove_that_it_is_the_prefill_worker_is_not_believed():
+    with tcp_pair(is_connected=False) as pair, closing(_Impostor()) as impostor:
+        region = impostor.region(pair.prefill.local_region(DECODE))
+        with pytest.raises(PeerRefused, match="at its data port is somebody else"):
+            pair.decode.connect(PREFILL, region, LAYOUT)
 
 
 @pytest.mark.parametrize("pool_bytes", [0, 2**62 + 4096, 2**63, 2**64 - 4096])

@@ -1,0 +1,107 @@
+"""Landing memory of KV that comes layer by layer: whose it is, and until when."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+from test_layer_streaming import NUM_TOKENS, OWN, WIDE, Scene
+from transfer_kit import WAIT_S, R, end_of, until
+
+from neuron_di.errors import KvMissing
+from neuron_di.transfer import ShmEngine, TransferToken
+from neuron_di.types import RequestId
+
+
+@pytest.mark.parametrize("stream_layers", ["on", "off"])
+async def test_layers_of_a_request_without_a_slot_do_not_starve_the_one_that_has_it(
+    cluster, stream_layers
+):
+    """Whoever has a slot waits for room, and who has the room would wait for that slot."""
+    own_layout = replace(WIDE, block_size=8)
+    scene = Scene(
+        cluster,
+        ShmEngine,
+        own_layout=own_layout,
+        stream_layers=stream_layers,
+        landing_bytes=4 * WIDE.block_bytes,
+    )
+    first = RequestId("has-the-slot")
+    scene.prefill.park(first, (6, 7, 8, 9), num_tokens=NUM_TOKENS)
+    ready = await scene.decode.lookup(scene.prefill, first)
+    asking = await scene.look_up()
+    await scene.compute_all()
+    scene.park()
+    await asking
+    landing = scene.decode.connector.landing
+    if stream_layers == "on":
+        await until(lambda: landing.num_bytes_asked == landing.size_bytes)
+    own = OWN[: own_layout.num_blocks_for(NUM_TOKENS)]
+    token = await end_of(scene.decode.buffer(scene.prefill).pull(ready, own))
+    assert token.error() is None
+    # The other one is pulled as a whole: its layers went.
+    token = await end_of(scene.decode.buffer(scene.prefill).pull(await asking, own))
+    assert token.error() is None
+    landing.check_integrity()
+    assert landing.num_bytes_asked == 0
+
+
+async def test_the_room_of_a_piece_that_is_on_its_way_is_nobody_elses(cluster):
+    held = []
+
+    class Slow(ShmEngine):
+        """Receives into landing memory end when the test says so."""
+
+        def post_receive(self, peer, receive):
+            if len(receive.block_ids):
+                return super().post_receive(peer, receive)
+            held.append(TransferToken())
+            return held[-1]
+
+    scene = Scene(cluster, Slow)
+    asking = await scene.look_up()
+    list(scene.compute())
+    landing = scene.decode.connector.landing
+    await until(lambda: held)
+    taken = landing.num_bytes_asked
+    assert taken
+    asking.cancel()
+    await asyncio.wait([asking])  # the request is over here, its pieces still write
+    assert scene.decode.buffer(scene.prefill)._entries == {}
+    assert landing.num_bytes_asked == taken
+    for token in held:
+        token.complete()
+    await until(lambda: landing.num_bytes_asked == 0)
+    scene.prefill.buffer.drop(R, 0, "over")
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_layers_that_do_not_match_are_no_damage_to_the_memory(cluster, is_cancelled):
+    """Blocks of a request that was given up may have changed before they were read."""
+    scene = Scene(cluster, ShmEngine)
+    asking = await scene.look_up()
+    await scene.compute_all()
+    buffer = scene.decode.buffer(scene.prefill)
+    streams = buffer._layers._streams
+    await until(lambda: (R, 0) in streams and streams[R, 0].arrived.all())
+    scene.prefill.pool.tensor()[11, 1] += 1.0
+    scene.park()
+    ready = await asking
+    is_verifying, may_go_on = threading.Event(), threading.Event()
+    finish = buffer._receiver.finish_streamed
+
+    def finish_later(entry):
+        is_verifying.set()
+        may_go_on.wait(WAIT_S)
+        return finish(entry)
+
+    buffer._receiver.finish_streamed = finish_later
+    token = buffer.pull(ready, OWN)
+    await until(is_verifying.is_set)
+    if is_cancelled:
+        buffer.cancel(R, 0, "the client left")
+    may_go_on.set()
+    await end_of(token)
+    assert isinstance(token.error(), KvMissing) if is_cancelled else token.error() is None
+    counters = scene.decode.counters
+    assert (counters.num_streams_refused, counters.num_kv_mismatched) == (1, 0)
