@@ -7,6 +7,11 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# Nothing is measured here: on a busy machine an example may take any time.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

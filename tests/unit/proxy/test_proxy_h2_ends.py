@@ -51,7 +51,7 @@ async def test_a_stream_whose_client_stalls_ends_with_an_error(stack, playing):
 async def test_who_reads_a_large_whole_answer_slowly_but_steadily_gets_all(stack, playing):
     """In much more time than a client has to read something."""
     playing.decode.script = say_much(30, 50_000)
-    proxy = await with_limits(stack, playing, send_timeout_s=0.3)
+    proxy = await with_limits(stack, playing, send_timeout_s=1.0)
     async with RawClient(proxy.address) as raw, asyncio.timeout(PATIENCE_S):
         client = H2Client(raw, window=65536)
         client.ask(1, PATH, WHOLE)
@@ -61,7 +61,7 @@ async def test_who_reads_a_large_whole_answer_slowly_but_steadily_gets_all(stack
             assert not client.reset
             if more := len(client.bodies.get(1, b"")) - num_read:
                 num_read += more
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.06)
                 if 1 not in client.ended:
                     client.open_window(1, more)
     assert len(json.loads(client.bodies[1])["choices"][0]["text"]) > 29 * 50_000
