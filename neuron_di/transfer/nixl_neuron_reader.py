@@ -25,10 +25,10 @@ from neuron_di.kv import Memory
 from neuron_di.transfer.nixl_agent import NixlAgent, Rows, rows_of
 from neuron_di.transfer.nixl_fence import Fence
 from neuron_di.transfer.nixl_head import PeerHead
-from neuron_di.transfer.nixl_reader import PeerReader, deadline_of
+from neuron_di.transfer.nixl_reader import PeerReader
 from neuron_di.transfer.nixl_tensors import DeviceMemory
 from neuron_di.transfer.nrt_plan import DevicePlan, Moves
-from neuron_di.transfer.transfer_engine import Receive, TransferToken
+from neuron_di.transfer.transfer_engine import Receive, TransferToken, deadline_of
 from neuron_di.types import Incarnation
 from neuron_di.wire import NixlNeuronRegion
 

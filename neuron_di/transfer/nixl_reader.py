@@ -16,20 +16,11 @@ from neuron_di.kv import KvLayout, Memory, head_bytes
 from neuron_di.transfer.copy_thread import CopyThread
 from neuron_di.transfer.nixl_agent import NixlAgent, rows_of
 from neuron_di.transfer.nixl_head import PeerHead
-from neuron_di.transfer.transfer_engine import BlockSource, Receive, TransferToken
+from neuron_di.transfer.transfer_engine import BlockSource, Receive, TransferToken, deadline_of
 from neuron_di.types import Incarnation
 from neuron_di.wire import NixlRegion
 
-# NIXL does not say how far a transfer has come, only whether it is over: it has this long beside
-# the time that a peer may be silent. As over tcp, where each piece has.
-BYTES_PER_S_MIN = 1e6
-MOVING_S_MAX = 600.0
 ENDING_S = 20.0  # for all that is posted, once the peer is forgotten; a CopyThread waits longer
-
-
-def deadline_of(num_bytes: int, timeout_s: float) -> Deadline:
-    """When a read of so many bytes must be through."""
-    return Deadline.after(min(timeout_s + num_bytes / BYTES_PER_S_MIN, MOVING_S_MAX))
 
 
 class PeerReader:
@@ -129,6 +120,8 @@ class NixlReader(PeerReader):
 
     def _read(self, receive: Receive) -> None:
         runs = receive.runs
+        # NIXL does not say how far it has come, only whether it is over: it has the time at once
+        # that over tcp each piece has.
         deadline = deadline_of(runs.num_bytes, self._timeout_s)
         own, peers, lengths = runs.destination_offsets, runs.source_offsets, runs.lengths
         if self._is_prepared(receive):

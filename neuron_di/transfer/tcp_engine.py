@@ -25,12 +25,12 @@ from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.tcp_claims import ClaimWatch
 from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove
 from neuron_di.transfer.tcp_proof import Hello, dial, pair_secret
-from neuron_di.transfer.tcp_receiver import MOVING_S_MAX, TcpReceiver
+from neuron_di.transfer.tcp_receiver import TcpReceiver
 from neuron_di.transfer.tcp_sender import TcpSender
 from neuron_di.transfer.tcp_stream import Stream, stream_of, tune
 from neuron_di.transfer.tcp_tls import open_tls
 from neuron_di.transfer.token_thread import TokenThread
-from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
+from neuron_di.transfer.transfer_engine import MOVING_S_MAX, Receive, Send, TransferToken
 from neuron_di.types import Incarnation
 from neuron_di.wire import Region, TcpRegion
 

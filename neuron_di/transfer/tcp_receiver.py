@@ -37,15 +37,13 @@ from neuron_di.transfer.tcp_frames import (
 )
 from neuron_di.transfer.tcp_stream import Stream
 from neuron_di.transfer.token_thread import TokenThread, complete_token
-from neuron_di.transfer.transfer_engine import Receive, TransferToken
+from neuron_di.transfer.transfer_engine import Receive, TransferToken, deadline_of
 from neuron_di.types import Incarnation
 from neuron_di_bindings.process import lower_thread_priority
 
 _log = get_logger(__name__)
 
 RECEIVES_MAX = 1024  # open at once, of one peer
-BYTES_PER_S_MIN = 1e6  # of a piece that is on its way, beside the silence that is allowed
-MOVING_S_MAX = 600.0  # and no piece, however large, may take longer: a peer keeps its blocks
 _SHORT_BYTES_MAX = 128 << 10  # are verified in less time than it takes to wake a thread
 _SCRATCH_BYTES = 1 << 18
 _NICE = 5  # running streams go first where cores are scarce
@@ -71,11 +69,6 @@ class _Inlet:
     stream: Stream
     wanted: dict[int, tuple[_Incoming, Frame]] = field(default_factory=dict)
     num_bytes: int = 0
-
-
-def deadline_of(num_bytes: int, silence_s: float) -> Deadline:
-    """When a piece of so many bytes, once begun, must be through."""
-    return Deadline.after(min(silence_s + num_bytes / BYTES_PER_S_MIN, MOVING_S_MAX))
 
 
 def end_tokens(ended: Sequence[tuple[TransferToken, NeuronDiError | None]]) -> None:

@@ -37,9 +37,9 @@ from neuron_di.transfer.tcp_frames import (
     part_of,
     read_frame,
 )
-from neuron_di.transfer.tcp_receiver import deadline_of, end_tokens
+from neuron_di.transfer.tcp_receiver import end_tokens
 from neuron_di.transfer.tcp_stream import Stream
-from neuron_di.transfer.transfer_engine import Send, TransferToken
+from neuron_di.transfer.transfer_engine import Send, TransferToken, deadline_of
 from neuron_di.types import BlockId
 
 WISHES_MAX = 4096  # that wait on one stream

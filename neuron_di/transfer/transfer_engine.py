@@ -16,13 +16,18 @@ strictest of them, libnrt, holds for all:
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+from neuron_di.clock import Deadline
 from neuron_di.errors import NeuronDiError
 from neuron_di.kv import BlockIds, KvLayout, Memory, Runs
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import Region
+
+BYTES_PER_S_MIN = 1e6  # of what is on its way, beside the silence that is allowed
+MOVING_S_MAX = 600.0  # and nothing, however large, may take longer: a peer keeps its blocks
 
 
 class TransferToken:
@@ -65,14 +70,20 @@ class TransferToken:
         callback(self)
 
     def complete(self, error: NeuronDiError | None = None) -> None:
-        """Set the outcome and tell whoever asked to be told."""
+        """Set the outcome and tell whoever asked to be told: all, though one of them fails."""
         with self._lock:
             assert not self._is_done, "a transfer ends once"
             self._error = error
             self._is_done = True
             callbacks, self._on_done = self._on_done, []
-        for callback in callbacks:
-            callback(self)
+        with ExitStack() as stack:
+            for callback in reversed(callbacks):
+                stack.callback(callback, self)
+
+
+def deadline_of(num_bytes: int, silence_s: float) -> Deadline:
+    """When a transfer, or a piece of one, of so many bytes must be through once it has begun."""
+    return Deadline.after(min(silence_s + num_bytes / BYTES_PER_S_MIN, MOVING_S_MAX))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import ConfigError, PeerGone, PeerTimeout
-from neuron_di.transfer import nixl_agent, nixl_engine, nixl_reader
+from neuron_di.transfer import nixl_agent, nixl_engine, nixl_reader, transfer_engine
 from neuron_di.transfer.nixl_engine import NixlEngine
 
 from .engine_kinds import KINDS, EngineKind
@@ -77,9 +77,11 @@ def test_a_read_has_time_for_its_bytes_too(monkeypatch):
     start_s = now_s()
     with connected_pair("nixl") as pair:
         assert pair.move([0, 9, 4], [3, 5, 7]).error() is None
-    time_s = nixl_engine.TRANSFER_TIMEOUT_S + 3 * LAYOUT.block_bytes / nixl_reader.BYTES_PER_S_MIN
+    time_s = (
+        nixl_engine.TRANSFER_TIMEOUT_S + 3 * LAYOUT.block_bytes / transfer_engine.BYTES_PER_S_MIN
+    )
     assert [at_s >= start_s + time_s for at_s in deadlines] == [True]
-    assert nixl_reader.deadline_of(10**15, 30.0).at_s <= now_s() + nixl_reader.MOVING_S_MAX
+    assert transfer_engine.deadline_of(10**15, 30.0).remaining_s() <= transfer_engine.MOVING_S_MAX
 
 
 def test_the_blocks_are_described_once_for_all_receives_of_a_connection(monkeypatch):

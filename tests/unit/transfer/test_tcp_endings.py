@@ -28,10 +28,10 @@ from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.tcp_engine import TcpTimes
 from neuron_di.transfer.tcp_frames import DATA, FRAME_BYTES, WANT, Frame, read_frame
 from neuron_di.transfer.tcp_proof import answer
-from neuron_di.transfer.tcp_receiver import MOVING_S_MAX, TcpReceiver, deadline_of
+from neuron_di.transfer.tcp_receiver import TcpReceiver
 from neuron_di.transfer.tcp_stream import Stream
 from neuron_di.transfer.token_thread import TokenThread
-from neuron_di.transfer.transfer_engine import Send, TransferToken
+from neuron_di.transfer.transfer_engine import MOVING_S_MAX, Send, TransferToken, deadline_of
 from neuron_di.wire import TcpRegion
 
 MIB = 1 << 20

@@ -60,3 +60,17 @@ def test_no_callback_is_lost_while_another_thread_completes():
         token.on_done(calls.append)
         thread.join()
         assert calls == [token]
+
+
+def test_one_that_fails_keeps_nobody_from_being_told() -> None:
+    token, told = TransferToken(), []
+
+    def fail(_: TransferToken) -> None:
+        told.append("first")
+        raise ValueError("a bug of a callback")
+
+    token.on_done(fail)
+    token.on_done(lambda _: told.append("second"))
+    with pytest.raises(ValueError, match="a bug"):
+        token.complete()
+    assert told == ["first", "second"]
