@@ -65,8 +65,13 @@ def sample(
     ]
 
 
-def describe_logprobs(tokenizer: Tokenizer, sampled: SampledToken) -> TokenLogprobs | None:
-    """The logprobs of a sampled token as the API shows them, or None if it has none."""
+def describe_logprobs(
+    tokenizer: Tokenizer, sampled: SampledToken, num_held: int = 0
+) -> TokenLogprobs | None:
+    """The logprobs of a sampled token as the API shows them, or None if it has none.
+
+    `num_held` characters of the text before it are held back.
+    """
     raw = sampled.logprobs
     if raw is None:
         return None
@@ -82,6 +87,7 @@ def describe_logprobs(tokenizer: Tokenizer, sampled: SampledToken) -> TokenLogpr
     return TokenLogprobs(
         chosen=describe(sampled.token_id, raw.chosen),
         top=[describe(token_id, logprob) for token_id, logprob in raw.top],
+        num_held=num_held,
     )
 
 

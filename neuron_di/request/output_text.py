@@ -38,6 +38,11 @@ class OutputText:
         self._matchers = [_StopMatcher(text) for text in dict.fromkeys(stop)]
         self._held = ""  # whole characters that may be the beginning of a stop string
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are known and not sent yet, as a stop string may begin with them."""
+        return len(self._held)
+
     def push(self, token_id: int) -> str:
         """Take the next token; returns the text that is now safe to send."""
         self._num_tokens += 1

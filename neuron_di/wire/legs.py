@@ -155,12 +155,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
     """The chosen token and the most probable alternatives, best first.
 
-    `rank` is the chosen one's among all tokens, from 1; only a prompt's report has it.
+    `rank` is the chosen one's among all tokens, from 1; only a prompt's report has it. The token
+    begins `num_held` characters behind the text that was sent before it.
     """
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
     rank: int | None = None
+    num_held: int = 0
 
 
 class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -29,7 +29,7 @@ class CompletionWriter(ChoiceWriter):
         self._request = request
         self._alike = alike
         self._index = index
-        self._num_chars = 0  # of the text before the next token
+        self._num_chars = 0  # that were sent before the next token
         self._is_plain = not (
             request.drop_output or request.return_token_ids or request.sampling.logprobs is not None
         )
@@ -63,7 +63,7 @@ class CompletionWriter(ChoiceWriter):
         shown = [] if request.drop_output else tokens
         for token in shown:
             if logprobs is not None and token.logprobs is not None:
-                logprobs.add(token.logprobs, self._num_chars)
+                logprobs.add(token.logprobs, self._num_chars + token.logprobs.num_held)
             self._num_chars += len(token.text)
         text += "".join(token.text for token in shown)
         choice: Json = {

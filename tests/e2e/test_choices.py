@@ -70,6 +70,25 @@ async def test_choices_are_requests_with_seeds_of_their_own(
         assert usage.completion_tokens == len(SEEDS) * SAMPLED["max_tokens"]
 
 
+async def test_offsets_are_the_same_whatever_a_stop_string_holds_back(
+    users: openai.AsyncOpenAI, llama_1p1d: Client
+) -> None:
+    params = {"model": llama_1p1d.model, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    free = (await users.completions.create(logprobs=1, **params)).choices[0]
+    assert free.logprobs is not None
+    held_back = [free.text[:5], free.text[8:15], free.text[-3:]]
+    stop = [f"{text}and what never comes" for text in held_back]
+    whole = (await users.completions.create(logprobs=1, stop=stop, **params)).choices[0]
+    assert (whole.text, whole.logprobs) == (free.text, free.logprobs)
+    offsets, pieces = [], []
+    async for chunk in await users.completions.create(logprobs=1, stop=stop, stream=True, **params):
+        pieces.append(chunk.choices[0].text)
+        if chunk.choices[0].logprobs is not None:
+            offsets += chunk.choices[0].logprobs.text_offset or []
+    assert "".join(pieces) == free.text
+    assert offsets == free.logprobs.text_offset
+
+
 async def test_every_choice_moves_its_own_kv(llama_1p1d: Client, users: openai.AsyncOpenAI) -> None:
     answer = await users.completions.create(
         model=llama_1p1d.model, prompt=PROMPT, n=3, **split(SAMPLED)

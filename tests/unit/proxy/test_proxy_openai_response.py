@@ -168,6 +168,18 @@ def test_the_logprobs_of_a_completion():
         assert [value for chunk in chunks for value in chunk[key]] == values
 
 
+def test_an_offset_counts_what_a_stop_string_may_begin_with():
+    tokens = [
+        token(0, "A", logprobs("AB", -0.5)),
+        token(1, "", msgspec.structs.replace(logprobs("C", -0.25), num_held=1)),
+        token(2, "BCD", msgspec.structs.replace(logprobs("D", -0.125), num_held=2)),
+        token(3, "E", logprobs("E", -0.125)),
+    ]
+    document = whole(completion_answer(logprobs=1), [(tokens, finished(4))])
+    assert document["choices"][0]["text"] == "ABCDE"
+    assert document["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3, 4]
+
+
 def test_tokens_may_be_named_by_their_ids():
     tokens = [token(0, "A", logprobs("A", -0.5, ("B", -1.5)))]
     asked = {"return_tokens_as_token_ids": True}

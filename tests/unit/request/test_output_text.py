@@ -197,6 +197,19 @@ def test_a_stop_string_that_the_flush_completes_is_not_sent():
 
 @kinds
 @given(ids=random_ids, stop=stop_strings)
+def test_what_is_sent_and_what_is_held_are_all_that_is_known(kind, ids, stop):
+    held_back, free = make_output(kind, stop), make_output(kind)
+    num_sent = num_known = 0
+    for token_id in ids:
+        num_sent += len(held_back.push(token_id))
+        num_known += len(free.push(token_id))
+        if held_back.stop_hit is not None:
+            break
+        assert num_sent + held_back.num_held == num_known
+
+
+@kinds
+@given(ids=random_ids, stop=stop_strings)
 def test_a_stop_string_that_is_included_is_the_last_of_the_text(kind, ids, stop):
     cut, whole = (
         OutputText(
