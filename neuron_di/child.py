@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -82,17 +83,21 @@ class Child:
         """Start the process and follow its reports until it is ready.
 
         ConfigError when it says that it cannot start, PeerGone or PeerTimeout when it ends or
-        is late without a word. It was killed then: `gone` waits for that.
+        is late without a word, or the system starts none. What was started was killed then: `gone`
+        waits for that.
         """
         self.was_drained = False
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self._command(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=self._pass_fds(),
-            env=self._environment(),
-        )
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *self._command(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=self._pass_fds(),
+                env=self._environment(),
+            )
+        except OSError as error:  # no memory, or too many processes or files: that may pass
+            raise PeerGone(f"{self.name} could not be started: {error.strerror}") from None
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 report = await self._heard_ready(process, on_report)
@@ -189,8 +194,9 @@ class Child:
         self, process: asyncio.subprocess.Process, on_report: OnReport
     ) -> LaunchReport:
         assert process.stdout is not None
-        while line := await process.stdout.readline():
-            report = heard(line)
+        lines = _Lines(process.stdout)
+        while (line := await lines.next()) is not None:
+            report = _report(line)
             if report is None:
                 continue
             self._on_said(self.name, report)
@@ -198,27 +204,43 @@ class Child:
             if report.event == "failed":
                 raise ConfigError(f"{self.name}: {report.message}")
             if report.event == "ready":
-                self._reader = asyncio.create_task(self._read_on(process.stdout))
+                self._reader = asyncio.create_task(self._read_on(lines))
                 return report
         code = await process.wait()
         raise PeerGone(f"{self.name} ended with code {code} before it was ready")
 
-    async def _read_on(self, stream: asyncio.StreamReader) -> None:
+    async def _read_on(self, lines: "_Lines") -> None:
         """A child that prints must never block on a full pipe. Any of its lines may be a report."""
-        begun = b""  # of a line; one that is too long for a report is kept in part
-        while data := await stream.read(65536):
-            *lines, begun = (begun + data).split(b"\n")
-            begun = begun[: REPORT_BYTES_MAX + 1]
-            for line in lines:
-                self._hear(line)
-        if begun:
-            self._hear(begun)
+        while (line := await lines.next()) is not None:
+            report = _report(line)
+            self.was_drained = report is not None and report.event == "drained"
+            if report is not None:
+                self._on_said(self.name, report)
 
-    def _hear(self, line: bytes) -> None:
-        report = heard(line) if len(line) <= REPORT_BYTES_MAX else None
-        self.was_drained = report is not None and report.event == "drained"
-        if report is not None:
-            self._on_said(self.name, report)
+
+class _Lines:
+    """The lines of a child's output. Of one that is too long for a report a part is kept."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream = stream
+        self._whole: deque[bytes] = deque()
+        self._begun = b""
+
+    async def next(self) -> bytes | None:
+        """None: the output has ended."""
+        while not self._whole:
+            data = await self._stream.read(65536)
+            if not data:
+                begun, self._begun = self._begun, b""
+                return begun or None
+            *lines, begun = (self._begun + data).split(b"\n")
+            self._whole.extend(lines)
+            self._begun = begun[: REPORT_BYTES_MAX + 1]
+        return self._whole.popleft()
+
+
+def _report(line: bytes) -> LaunchReport | None:
+    return heard(line) if len(line) <= REPORT_BYTES_MAX else None
 
 
 async def run_together(starts: Iterable[Coroutine[Any, Any, object]]) -> None:

@@ -126,9 +126,8 @@ class PromptReader:
             return ReadPrompt(self._bounded_ids(prompt, options), None)
         prompt = self._bounded(prompt, options, "prompt")
         add_special_tokens = options.add_special_tokens is not False
-        return ReadPrompt(
-            self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt
-        )
+        token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return ReadPrompt(self._known(token_ids, "prompt"), prompt)
 
     def checked_ids(self, ids: object, param: str) -> list[int]:
         """A client's token ids. Raises BadRequest unless all are the model's."""
@@ -140,6 +139,19 @@ class PromptReader:
                 f"{param} has a token id outside of 0..{self.num_vocab - 1}", param=param
             )
         return ids
+
+    def _known(self, token_ids: list[int], param: str) -> list[int]:
+        """What a text was read as. BadRequest where the tokenizer has tokens that the model has
+        not, as some that were added for training, and the client wrote one of them.
+        """
+        largest = max(token_ids, default=0)
+        if largest >= self.num_vocab:
+            raise BadRequest(
+                f"the tokenizer reads a part of {param} as token {largest}, which is outside of "
+                f"the model's 0..{self.num_vocab - 1}",
+                param=param,
+            )
+        return token_ids
 
     def _bounded_ids(self, ids: object, options: PromptOptions) -> list[int]:
         if isinstance(ids, list) and len(ids) > self.context_tokens:
@@ -177,6 +189,7 @@ class PromptReader:
         token_ids = self.tokenizer.encode(
             text, add_special_tokens=options.add_special_tokens is True, param="messages"
         )
+        self._known(token_ids, "messages")
         continued = messages[-1].get("content") if options.continue_final_message else None
         return ReadPrompt(token_ids, text, is_in_reasoning(text, self._reasoning_tags, continued))
 

@@ -165,7 +165,9 @@ class Admission:
 
     def spend(self, tenant: Tenant, num_tokens: int) -> None:
         """Count what an answer of the tenant's took, prompt and all, against its rate."""
-        self._account(tenant).count_tokens(num_tokens)
+        # By the limits that are in force now: it may have begun before the keys were read again.
+        account = self._accounts.get(tenant.name) or self._account(tenant)
+        account.count_tokens(num_tokens)
 
     def drain(self) -> None:
         """Take no new request from now on. Those that have a ticket go on."""

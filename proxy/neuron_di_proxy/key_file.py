@@ -85,6 +85,10 @@ def make_key() -> tuple[str, str, str]:
     return key_id, f"ndi-{key_id}-{secret}", digest_of(secret)
 
 
+class KeyFileUnread(ConfigError):
+    """It could not be opened or read, which may be otherwise in a moment."""
+
+
 def read_key_file(path: Path) -> dict[str, KeyRecord]:
     """All keys by their ids. ConfigError, which never shows a value, when the file is no good.
 
@@ -101,7 +105,7 @@ def read_key_file(path: Path) -> dict[str, KeyRecord]:
                 raise ConfigError(f"others may write the key file {path}. Mend: chmod 600 {path}")
             content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise ConfigError(
+        raise KeyFileUnread(
             f"cannot read the key file {path}: {error.strerror}. "
             f"Make one with: neuron-di key create {path} NAME"
         ) from None

@@ -15,6 +15,7 @@ from neuron_di.obs import get_logger
 from neuron_di_proxy.key_file import (
     KEY_TEXT,
     OTHERS_MAY_READ,
+    KeyFileUnread,
     KeyRecord,
     digest_of,
     is_expired,
@@ -48,6 +49,7 @@ class Keys:
         self._keys: dict[str, KeyRecord] = {}
         self._tenants: dict[str, Tenant] = {}  # by key id
         self._seen: _Seen | None = None
+        self._not_read = ""  # why, when it was last looked at
         self._look_again_s = 0.0
         if self._path is not None:
             self._seen = _stat(self._path)
@@ -91,7 +93,13 @@ class Keys:
         try:
             self._take(read_key_file(self._path))
         except ConfigError as error:
-            _log.error("keys_not_read", reason=error.message, keys_in_force=len(self._keys))
+            if isinstance(error, KeyFileUnread):  # what it says now is not known: look again
+                self._seen = None
+            if error.message != self._not_read:
+                _log.error("keys_not_read", reason=error.message, keys_in_force=len(self._keys))
+            self._not_read = error.message
+        else:
+            self._not_read = ""
 
     def _take(self, keys: dict[str, KeyRecord]) -> None:
         self._keys = keys

@@ -100,6 +100,13 @@ class ModelMetrics:
         if num_beside_gaps > 0:
             self._num_beside_gaps += num_beside_gaps
 
+    def count_left(self, num_choices: int, waited_s: float) -> None:
+        """Choices of a client that left before their turn."""
+        self.num_by_reason["abort"] += num_choices
+        for _ in range(num_choices):
+            self._request.observe(waited_s)
+            self._queue.observe(waited_s)
+
     def totals(self) -> tuple[int, ...]:
         """As `_COUNTERS` names them. None of them ever falls."""
         num_generated = self.gaps.count() + self._num_beside_gaps

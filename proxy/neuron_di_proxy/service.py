@@ -7,6 +7,7 @@
 Next: proxy/neuron_di_proxy/openai_request.py, proxy/neuron_di_proxy/choices.py
 """
 
+import asyncio
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Self
 
 import msgspec
 
-from neuron_di.clock import Deadline
+from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import BadRequest, NeuronDiError
 from neuron_di.obs import get_logger
 from neuron_di.types import RequestId
@@ -271,6 +272,10 @@ class Exchange:
             await self._ticket.turn(Deadline.after(service.limits.queue_timeout_s))
         except NeuronDiError as error:
             service.metrics.count_refused(failure_of(error).code)
+            raise
+        except asyncio.CancelledError:
+            waited_s = now_s() - self._arrived_s
+            service.metrics.count_left(wanted.model, wanted.num_choices, waited_s)
             raise
         finally:
             counts.num_waiting -= wanted.num_choices

@@ -1,5 +1,6 @@
 """Keys: who gets in, that it takes everybody the same work, and a file that changes."""
 
+import errno
 import hmac
 import logging
 import os
@@ -228,6 +229,29 @@ def test_the_file_is_looked_at_once_a_second_and_read_when_it_changed(path, cloc
         clock.now_s += 0.1
         keys.tenant_of(f"Bearer {text}")
     assert len(reads) == 1
+
+
+def test_a_changed_file_that_could_not_be_opened_is_looked_at_again(
+    path, clock, caplog, monkeypatch
+):
+    """Else a key that was taken out of it would be good for ever."""
+    alice = add_key(path, "alice")
+    keys = Keys(str(path))
+    kept = {key: record for key, record in read_key_file(path).items() if record.tenant == "bob"}
+    write_key_file(path, kept)
+
+    def open_nothing(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with caplog.at_level(logging.ERROR), monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_nothing)
+        for _ in range(3):
+            clock.now_s += 1
+            assert keys.tenant_of(f"Bearer {alice}").name == "alice"
+    assert [record.message for record in caplog.records] == ["keys_not_read"]
+    clock.now_s += 1
+    with pytest.raises(Unauthorized):
+        keys.tenant_of(f"Bearer {alice}")
 
 
 @pytest.mark.parametrize("damage", ["broken", "gone", "writable", "fifo", "unknown field"])

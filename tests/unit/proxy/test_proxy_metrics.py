@@ -169,6 +169,40 @@ async def test_a_client_that_leaves_is_counted(cluster):
     await until(is_so)
 
 
+async def test_a_client_that_leaves_before_its_turn_is_counted_and_so_is_its_wait(cluster, stack):
+    limits = replace(AT_ONCE, requests_max=1, queue_timeout_s=30)
+    records = cluster.proxy.directory.records
+    proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=limits), records))
+    running = asyncio.create_task(proxy.http.post("/v1/completions", json=FIELDS))
+    await cluster.prefill.next_leg()
+    waiting = [
+        asyncio.create_task(proxy.http.post("/v1/completions", json=FIELDS | {"n": n}))
+        for n in (1, 2)
+    ]
+
+    async def num_waiting():
+        return (await samples(proxy))["vllm:num_requests_waiting", "tiny"]
+
+    async def all_wait():
+        return await num_waiting() == 3
+
+    await until(all_wait)
+    for each in waiting:
+        each.cancel()
+
+    async def nobody_waits():
+        return await num_waiting() == 0
+
+    await until(nobody_waits)
+    seen = await samples(proxy)
+    assert seen["neuron_di_requests_total", "", "cancelled"] == 3
+    assert seen["vllm:request_success_total", "abort", "tiny"] == 3
+    assert seen["vllm:request_queue_time_seconds_count", "tiny"] == 3
+    assert seen["vllm:request_queue_time_seconds_sum", "tiny"] > 0
+    assert seen["vllm:e2e_request_latency_seconds_count", "tiny"] == 3
+    running.cancel()
+
+
 async def test_two_proxies_count_apart(playing, stack):
     other = await stack.enter_async_context(
         RunningProxy(ProxyConfig(limits=AT_ONCE), playing.proxy.directory.records)

@@ -96,10 +96,32 @@ def test_limits_that_change_while_the_proxy_runs_count_at_once(clock):
         admission.arrive(Tenant(name="a", requests_max=1))
     ticket.close()
     admission.arrive(Tenant(name="a", requests_max=1)).close()
+    admission.arrive(Tenant(name="a", tokens_per_minute=5)).close()
     admission.spend(Tenant(name="a", tokens_per_minute=5), 50)
     with pytest.raises(RateLimited):
         admission.arrive(Tenant(name="a", tokens_per_minute=5))
     admission.arrive(Tenant(name="a")).close()
+
+
+def test_answers_that_began_before_a_change_count_by_the_limits_of_now(clock):
+    """And do not bring the old ones back, of which the new ones would then be filled up anew."""
+    old = Tenant(name="a", tokens_per_minute=1000)
+    new = Tenant(name="a", tokens_per_minute=1000, requests_per_minute=3)
+    admission = Admission(LimitOptions(), lambda: 8)
+    begun = [admission.arrive(old) for _ in range(5)]
+    for _ in range(3):
+        admission.arrive(new).close()
+    for ticket in begun:
+        admission.spend(old, 10)
+        ticket.close()
+        with pytest.raises(RateLimited, match="requests per minute"):
+            admission.arrive(new)
+    clock.now_s += 60
+    begun = admission.arrive(new)
+    admission.spend(old, 100_000)
+    with pytest.raises(RateLimited, match="tokens per minute"):
+        admission.arrive(new)
+    begun.close()
 
 
 def test_the_guess_of_when_to_come_back_follows_what_ends_and_is_bounded(clock):

@@ -1,10 +1,13 @@
 """A child process is heard, started again, and never left behind."""
 
 import asyncio
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -110,6 +113,61 @@ async def test_one_that_ends_is_started_again():
         await asyncio.wait_for(is_back.wait(), DEADLINE_S)
         assert told[-2] == "prefill-0 was ended by signal 9; starting it again in 0.001 s"
         watch.cancel()
+
+
+async def test_a_system_that_starts_nothing_for_a_moment_costs_a_moment(monkeypatch):
+    told: list[str] = []
+    start_process, num_starts = asyncio.create_subprocess_exec, 0
+
+    async def start_or_not(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        nonlocal num_starts
+        num_starts += 1
+        if num_starts in (2, 3):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start_process(*words, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_not)
+    first, later = python(READY, "raise SystemExit(7)"), python(READY, WAIT)
+    async with child_of(lambda: later if num_starts else first) as child:
+        await start(child)
+        await _until_back(child, told)
+    assert told[1] == (
+        "prefill-0 could not be started: Resource temporarily unavailable; "
+        "starting it again in 0.001 s"
+    )
+    assert num_starts == 4
+
+
+async def test_the_first_start_says_why_the_system_starts_nothing():
+    async with child_of(lambda: ["/no/such/program"]) as child:
+        with pytest.raises(PeerGone, match="prefill-0 could not be started: No such file"):
+            await start(child)
+
+
+async def test_a_long_line_before_it_is_ready_is_no_report_and_no_failure():
+    told: list[str] = []
+    flood = "print('x' * 200_000)"
+    lives = iter([(flood, READY, "raise SystemExit(7)"), (flood, READY, WAIT)])
+    async with child_of(lambda: python(*next(lives))) as child:
+        ready, said = await start(child)
+        assert (ready.url, said) == ("here", ["prefill-0 ready"])
+        await _until_back(child, told)
+
+
+async def _until_back(child: Child, told: list[str]) -> None:
+    """Keep the child up until it was started again; `told` has what was said."""
+    is_back = asyncio.Event()
+
+    def tell(words: str) -> None:
+        told.append(words)
+        if "is back" in words:
+            is_back.set()
+
+    watch = asyncio.create_task(child.keep_up(DEADLINE_S, tell))
+    back = asyncio.create_task(is_back.wait())
+    await asyncio.wait((watch, back), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+    assert back.done(), watch
+    watch.cancel()
 
 
 DRAINED = """print('{"event": "drained"}', flush=True)"""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import tokenizers
 from worker_kit import prefill_leg
 
 from neuron_di.errors import BadRequest, NeuronDiError, RemoteProtocolError, TooLarge
@@ -304,6 +305,32 @@ def test_what_is_wrong_is_named(
     reader: PromptReader, endpoint: str, prompt: object, options: dict[str, object], param: str
 ) -> None:
     assert refusal(reader, leg_of(prompt, endpoint, **options)).param == param
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "prompt", "param"),
+    [
+        ("completions", "hi <pad> there", "prompt"),
+        ("chat", [{"role": "user", "content": "hi <pad> there"}], "messages"),
+    ],
+)
+def test_a_token_that_the_model_has_not_is_the_clients_and_named(
+    tmp_path: Path, endpoint: str, prompt: object, param: str
+) -> None:
+    """As fine-tuned models have them: the tokenizer got one more, and the embedding did not."""
+    write_random_checkpoint(tmp_path, "llama", chat_template=TOOL_CHAT_TEMPLATE)
+    path = tmp_path / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    num_vocab = backend.get_vocab_size()
+    backend.add_special_tokens(["<pad>"])
+    backend.save(str(path))
+    tokenizer = Tokenizer.load(tmp_path)
+    reader = PromptReader(tokenizer, num_vocab=num_vocab, context_tokens=CONTEXT)
+    refused = refusal(reader, leg_of(prompt, endpoint))
+    assert (refused.param, refused.http_status) == (param, 400)
+    assert f"token {num_vocab}" in refused.message
+    other = json.loads(json.dumps(prompt).replace("<pad>", "pad"))
+    assert max(read(reader, leg_of(other, endpoint)).prompt_ids) < num_vocab
 
 
 def test_fields_that_are_not_there_take_no_bytes() -> None:
