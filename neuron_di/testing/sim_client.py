@@ -90,8 +90,7 @@ class Client:
             self._wrong(f"token {token.index} came after the last")
         elif token != right[token.index]:
             self._wrong(
-                f"wrong token {token.index}: id {token.token_id} {token.text!r}, "
-                f"right is {right[token.index].token_id} {right[token.index].text!r}"
+                f"wrong token {token.index}: {_shown(token)}, right is {_shown(right[token.index])}"
             )
         self.num_tokens += 1
 
@@ -120,3 +119,9 @@ class Client:
         late_s = self.now_s() - self.started_s - self.deadline_s
         if late_s > 0:
             self.fail("stuck", f"ended {late_s:.3f} s after its deadline", self.name)
+
+
+def _shown(token: Token) -> str:
+    """All that must be right; a token's own repr keeps its id to itself."""
+    text = f"id {token.token_id} {token.text!r}"
+    return text if token.logprobs is None else f"{text} {token.logprobs}"
