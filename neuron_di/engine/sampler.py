@@ -138,15 +138,15 @@ def _penalised(logits_V: Floats, request: Request) -> Floats:
     params = request.sampling
     if params.repetition_penalty != 1.0:
         logits_V = logits_V.copy()
-        # Repeated ids write the same value again.
-        seen = np.array(request.prompt_ids + request.generated)
+        seen = request.seen_tokens().ids
         values = logits_V[seen]
         penalty = np.float32(params.repetition_penalty)
         logits_V[seen] = np.where(values > 0, values / penalty, values * penalty)
     if (params.presence_penalty or params.frequency_penalty) and request.generated:
         logits_V = logits_V.copy()
-        ids, counts = np.unique(request.generated, return_counts=True)
-        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
+        seen_tokens = request.seen_tokens()
+        penalties = params.presence_penalty + params.frequency_penalty * seen_tokens.counts
+        logits_V[seen_tokens.generated_ids] -= penalties
     return logits_V
 
 

@@ -155,7 +155,7 @@ class EmbeddedRegistry:
         num_bytes = 0
         for key in keys:
             value = self._entries[key].value
-            num_bytes += len(key) + len(value)
+            num_bytes += len(key.encode()) + len(value)
             if page and num_bytes > PAGE_BYTES_MAX:
                 return page, False
             page[key] = value

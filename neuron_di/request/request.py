@@ -14,6 +14,7 @@ from enum import Enum
 
 from neuron_di.request.output_text import OutputText
 from neuron_di.request.prompt_wish import PromptWish
+from neuron_di.request.seen_tokens import SeenTokens
 from neuron_di.request.token_rules import TokenRules
 from neuron_di.types import BlockId, FinishReason, RequestId
 from neuron_di.wire import SamplingParams
@@ -72,6 +73,14 @@ class Request:
         self.num_cached = 0  # positions of the prompt whose KV was found, and not computed
         self.prompt_wish: PromptWish | None = None  # what token 0 tells of the prompt
         self.begins_in_reasoning = False  # the prompt itself opened it
+        self._seen: SeenTokens | None = None  # once a penalty asked for it
+
+    def seen_tokens(self) -> SeenTokens:
+        """Of the prompt and all that was generated so far."""
+        if self._seen is None:
+            self._seen = SeenTokens(self.prompt_ids)
+        self._seen.follow(self.generated)
+        return self._seen
 
     @property
     def num_prompt(self) -> int:

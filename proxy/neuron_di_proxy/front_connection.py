@@ -20,7 +20,7 @@ from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.chunked_body import ChunkedBody
 from neuron_di_proxy.connection_owner import ConnectionOwner
 from neuron_di_proxy.front_sweep import NEVER
-from neuron_di_proxy.half_close import probe_listener
+from neuron_di_proxy.half_close import keeps_listening
 from neuron_di_proxy.quart_exchange import QuartExchange
 from neuron_di_proxy.refusal import Refusal
 from neuron_di_proxy.request_head import RequestHead, check_begun, read_head
@@ -63,7 +63,6 @@ class FrontConnection(asyncio.Protocol):
         self._is_paused = False  # more was sent than is wanted now
         self._is_idle = False  # between two requests
         self._has_all = False  # the client; until the next response begins
-        self._is_tls = False
         self._has_eof = False
         self._has_surplus = False  # more was sent than is kept, while a request was answered
         self._closes = False
@@ -80,7 +79,7 @@ class FrontConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)  # uvloop's own class
-        self._is_tls = (tls := transport.get_extra_info("ssl_object")) is not None
+        tls = transport.get_extra_info("ssl_object")
         self._outlet = outlet_of(transport)
         if not self._owner.joined(self):
             self._state = _State.GONE
@@ -110,11 +109,7 @@ class FrontConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Keep the connection only where an answer is still owed (TLS and HTTP/1.0 cannot)."""
         self._has_eof = True
-        head, reply = self._head, self._reply
-        if reply is None or head is None or head.version == "1.0" or self._is_tls:
-            return False
-        probe_listener(self._transport, reply)
-        return True
+        return keeps_listening(self._transport, self._head, self._reply)
 
     def connection_lost(self, _: Exception | None) -> None:
         self._state = _State.GONE
@@ -293,6 +288,8 @@ class FrontConnection(asyncio.Protocol):
         self._reply = self._new_reply(self._head)
         self._bound_received()
         self._body = body
+        if self._has_eof:  # it was sent before that
+            keeps_listening(self._transport, self._head, self._reply)
         self._owner.let_answer(self)
 
     def _new_reply(self, head: RequestHead | None) -> SocketReply:

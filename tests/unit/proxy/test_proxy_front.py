@@ -176,6 +176,23 @@ async def test_requests_sent_before_shutting_down_are_all_answered(playing, raw)
     assert await raw.end() == b""
 
 
+@pytest.mark.parametrize("body", [WHOLE, STREAM])
+async def test_a_client_that_left_in_a_later_request_ends_its_legs(cluster, raw, body):
+    raw.send(post(PATH, body) * 2)
+    raw.shut_down()
+    prefill_leg, decode_leg = await cluster.prefill.next_leg(), await cluster.decode.next_leg()
+    await prefill_leg.finish(token(0), parked(), released())
+    await decode_leg.finish(token(1), finished(2))
+    assert (await raw.response()).status == 200
+    prefill_leg, decode_leg = await cluster.prefill.next_leg(), await cluster.decode.next_leg()
+    status_line, _ = await raw.read_head()
+    assert status_line == "HTTP/1.1 102 Processing"
+    raw.writer.close()  # says nothing: it had said that it sends no more
+    async with asyncio.timeout(10):
+        await prefill_leg.closed.wait()
+        await decode_leg.closed.wait()
+
+
 async def test_a_silent_stream_says_that_it_lives(cluster, stack):
     proxy = await another_proxy(stack, cluster, ping_interval_s=0.1)
     raw = await stack.enter_async_context(RawClient(proxy.address))

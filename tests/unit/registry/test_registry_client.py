@@ -181,6 +181,18 @@ async def test_a_watch_outlives_the_registry_and_hears_its_successor(registry):
         await client.__aexit__(None, None, None)
 
 
+async def test_keys_of_wide_characters_are_listed_in_pages_that_fit_a_message(registry):
+    async with (
+        RegistryServer(registry, LOOPBACK) as server,
+        RegistryClient(server.address) as client,
+    ):
+        lease = await client.grant(10)
+        keys = [f"/{index:03}" + "\N{GRINNING FACE}" * 250 for index in range(300)]
+        for key in keys:
+            await client.put(key, b"", lease)
+        assert await anext(client.watch("/")) == Snapshot(dict.fromkeys(keys, b""))
+
+
 async def test_pages_that_do_not_go_on_are_no_answer(router):
     address = router.getsockopt_string(zmq.LAST_ENDPOINT)
     async with RegistryClient(address) as client:
