@@ -19,6 +19,9 @@ class SeenTokens:
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._prompt_ids: _Ints = np.unique(np.array(prompt_ids, np.int64))
+        self.ids: _Ints
+        self.generated_ids: _Ints
+        self.counts: _Ints
         self._recount(())
 
     def follow(self, generated: Sequence[int]) -> None:
@@ -44,7 +47,7 @@ class SeenTokens:
         self.generated_ids, self.counts = np.unique(
             np.array(generated, np.int64), return_counts=True
         )
-        self.ids: _Ints = np.union1d(self._prompt_ids, self.generated_ids)
+        self.ids = np.union1d(self._prompt_ids, self.generated_ids)
         self._places = {token_id: n for n, token_id in enumerate(self.generated_ids.tolist())}
         self._known = set(self.ids.tolist())
         self._num_generated = len(generated)

@@ -163,7 +163,7 @@ class Admission:
         self.num_waiting += 1
         return ticket
 
-    def spend(self, tenant: Tenant, num_tokens: int) -> None:
+    def spend(self, tenant: Tenant, num_tokens: float) -> None:
         """Count what an answer of the tenant's took, prompt and all, against its rate."""
         # By the limits that are in force now: it may have begun before the keys were read again.
         account = self._accounts.get(tenant.name) or self._account(tenant)

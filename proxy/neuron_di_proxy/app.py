@@ -36,8 +36,7 @@ from neuron_di.wire import Failed
 from neuron_di_proxy.admin import Lines
 from neuron_di_proxy.admin_order import check_sender, read_drain, read_role
 from neuron_di_proxy.body_refusal import body_bytes_max, body_late, body_too_large, check_body_form
-from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
-from neuron_di_proxy.client_request import BYTES_PER_TOKEN
+from neuron_di_proxy.choice_request import BYTES_PER_TOKEN, HOT_PATHS, Endpoint
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.keys import authorize
 from neuron_di_proxy.metrics import CONTENT_TYPE

@@ -15,6 +15,7 @@ HOT_PATHS: dict[str, Endpoint] = {
 
 
 AS_IT_IS = PromptOptions()
+BYTES_PER_TOKEN = 4  # about: of a prompt that nobody has made into tokens yet
 
 
 class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,3 +27,8 @@ class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     options: PromptOptions = AS_IT_IS
     traceparent: str | None = None
+
+    @property
+    def num_prompt_about(self) -> float:
+        """Tokens of the prompt, as far as its bytes tell."""
+        return memoryview(self.prompt).nbytes / BYTES_PER_TOKEN

@@ -3,10 +3,9 @@
 import msgspec
 
 from neuron_di.wire import PromptOptions, SamplingParams
-from neuron_di_proxy.choice_request import AS_IT_IS, ChoiceRequest, Endpoint
+from neuron_di_proxy.choice_request import AS_IT_IS, BYTES_PER_TOKEN, ChoiceRequest, Endpoint
 from neuron_di_proxy.tool_calls import ToolUse
 
-BYTES_PER_TOKEN = 4
 UNLIMITED_TOKENS = 256  # what an answer counts that may be as long as the context allows
 
 

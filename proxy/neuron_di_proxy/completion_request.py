@@ -9,7 +9,8 @@ import msgspec
 from neuron_di.errors import BadRequest
 from neuron_di.wire import PromptOptions
 from neuron_di.wire.legs import REPORTED_LOGPROBS_MAX
-from neuron_di_proxy.client_request import BYTES_PER_TOKEN, ClientRequest
+from neuron_di_proxy.choice_request import BYTES_PER_TOKEN
+from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.field_rules import (
     TraitsOf,
     choices_of,

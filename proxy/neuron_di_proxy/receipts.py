@@ -9,6 +9,7 @@ from neuron_di.clock import now_s
 from neuron_di.types import FinishReason, RequestId, WorkerId
 from neuron_di.wire import Finished, KvForm, LegReceipt, Token
 from neuron_di_proxy.attempt import Attempt
+from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.tenant import EVERYBODY
 
 RECEIPTS_MAX = 1000
@@ -69,6 +70,18 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     verify_s: float  # digests made and compared, both ends together
     prefill: LegReceipt | None  # None: that leg said nothing before the request ended
     decode: LegReceipt | None
+
+
+def num_taken(request: ChoiceRequest, receipt: Receipt) -> float:
+    """Tokens, of the prompt too, that count against the rate of its tenant.
+
+    A client may leave before a worker has said how long its prompt is. It was computed all the
+    same, so it counts by its bytes; else who leaves early enough would compute for nothing.
+    """
+    num_prompt: float = receipt.num_prompt
+    if not num_prompt and receipt.attempts and receipt.finish_reason == "cancelled":
+        num_prompt = request.num_prompt_about
+    return num_prompt + receipt.num_generated
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):

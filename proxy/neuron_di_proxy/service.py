@@ -26,7 +26,7 @@ from neuron_di.wire import Failed
 from neuron_di_proxy.admin import Admin
 from neuron_di_proxy.admission import Admission, Ticket
 from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer, continued_of
-from neuron_di_proxy.choice_request import Endpoint
+from neuron_di_proxy.choice_request import ChoiceRequest, Endpoint
 from neuron_di_proxy.choices import Choice, ChoiceSink, choice_id, run_choices
 from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.config import ProxyConfig
@@ -38,7 +38,13 @@ from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.model_traits import ModelTraits, TraitsBook
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.policy import POLICIES
-from neuron_di_proxy.receipts import Receipt, ReceiptStore, RequestRecord, durations_of
+from neuron_di_proxy.receipts import (
+    Receipt,
+    ReceiptStore,
+    RequestRecord,
+    durations_of,
+    num_taken,
+)
 from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.refusal import Refusal, refusal_of, stream_error
 from neuron_di_proxy.reply import Headers, Reply
@@ -143,12 +149,17 @@ class Service:
         return self._traits.of(model)
 
     def end_choice(
-        self, tenant: Tenant, trace: TraceContext | None, receipt: Receipt, code: str | None
+        self,
+        tenant: Tenant,
+        trace: TraceContext | None,
+        request: ChoiceRequest,
+        receipt: Receipt,
+        code: str | None,
     ) -> None:
         """A choice is over: count it, keep its receipt, say so."""
         self.receipts.add(receipt)
         if tenant.tokens_per_minute is not None:
-            self.admission.spend(tenant, receipt.num_prompt + receipt.num_generated)
+            self.admission.spend(tenant, num_taken(request, receipt))
         self.metrics.count(receipt, code)
         if trace is not None:
             self.tracing.end(trace, receipt, code, tenant.name)
@@ -313,7 +324,7 @@ class Exchange:
             request = wanted.choice(index)
             if trace is not None:
                 request = msgspec.structs.replace(request, traceparent=trace.header())
-            on_end = partial(service.end_choice, self._tenant, trace)
+            on_end = partial(service.end_choice, self._tenant, trace, request)
             choices.append(Choice(index, request, record, sink, on_end, counts.gaps))
         counts.num_running += num_choices
         try:

@@ -46,7 +46,7 @@ class TenantAccount:
         if self._requests is not None:
             self._requests.take(1)
 
-    def count_tokens(self, num_tokens: int) -> None:
+    def count_tokens(self, num_tokens: float) -> None:
         if self._tokens is not None:
             self._tokens.take(num_tokens)
 

@@ -291,6 +291,29 @@ async def test_a_prompt_counts_against_its_tenants_rate_although_its_client_leav
     await until(is_counted)
 
 
+async def test_a_prompt_counts_by_its_bytes_for_who_leaves_before_its_tokens_are_known(
+    cluster, stack, tmp_path
+):
+    key_id, text, digest = make_key()
+    path = tmp_path / "keys.toml"
+    write_key_file(path, {key_id: KeyRecord(tenant="t", sha256=digest, tokens_per_minute=600)})
+    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    records = cluster.proxy.directory.records
+    proxy = await stack.enter_async_context(RunningProxy(config, records))
+    proxy.http.headers["Authorization"] = f"Bearer {text}"
+    wanted = STREAM | {"prompt": "four" * 1000}
+    opening = asyncio.create_task(proxy.http.post("/v1/completions", json=wanted))
+    prefill_leg, decode_leg = await cluster.prefill.next_leg(), await cluster.decode.next_leg()
+    opening.cancel()
+    await prefill_leg.closed.wait()
+    await decode_leg.closed.wait()
+
+    async def is_counted():
+        return (await proxy.post("/v1/completions", **STREAM | {"model": "x"}))[0] == 429
+
+    await until(is_counted)
+
+
 async def test_a_failed_request_is_logged_once_with_what_its_client_is_not_told(cluster, caplog):
     response, events, _, decode_leg = await start_stream(cluster)
     failed = Failed(
