@@ -82,10 +82,13 @@ class BlockPool:
         exchanges = self._exchanges()
         if not exchanges:
             return
+        going = {went for went, _ in exchanges}
         places = {
             block_id: (block_ids, index)
             for block_ids in owned
+            if not going.isdisjoint(block_ids)  # most lists: they may be long, and a step waits
             for index, block_id in enumerate(block_ids)
+            if block_id in going
         }
         for went, came in exchanges:
             require(went in places, f"block {went} went, and nobody here had it")

@@ -186,8 +186,9 @@ class LayerReceiver:
 
     def _recall(self, key: Key) -> None:
         """Somebody who has a slot waits for room; this request may wait for just that slot."""
-        self.end(key)
-        self._streams[key] = None
+        if key in self._streams:  # else it is over, and its room free once nothing writes to it
+            self.end(key)
+            self._streams[key] = None
 
     def _post_next(self) -> None:
         """As many as may be under way at once, in the order in which they were announced."""

@@ -65,6 +65,7 @@ def read_chat(
         model=fields.model,
         prompts=(unread["messages"],),
         sampling=sampling,
+        has_seed=fields.seed is not None,
         options=PromptOptions(
             tools=JSON_NULL if tools is None else tools.tools,
             documents=unread.get("documents", JSON_NULL),

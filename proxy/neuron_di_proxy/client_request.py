@@ -21,6 +21,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompts: tuple[msgspec.Raw, ...]  # chat: one, the messages; else strings or lists of ids
     sampling: SamplingParams
+    has_seed: bool = False  # of its own; else `sampling.seed` was drawn
     options: PromptOptions = AS_IT_IS
     n: int = 1
     stream: bool = False
@@ -52,13 +53,16 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.n * (prompt_bytes / BYTES_PER_TOKEN + max_tokens * len(self.prompts))
 
     def choice(self, index: int) -> ChoiceRequest:
-        """The request for one choice. Answer j to a prompt is what n=1 gives with seed + j."""
+        """The request for one choice. Answer j to a prompt is what n=1 gives with seed + j.
+
+        Without a seed no two choices draw alike, be it for one prompt or for two that are equal.
+        """
         prompt_index, repeat = divmod(index, self.n)
         sampling, options = self.sampling, self.options
-        if repeat:
-            if options.report:  # the prompt's first answer brings it: see `SharedReports`
-                options = msgspec.structs.replace(options, report=False, logprobs=None)
-            seed = (sampling.seed + repeat + (1 << 63)) % (1 << 64) - (1 << 63)  # stays an int64
+        if repeat and options.report:  # the prompt's first answer brings it: see `SharedReports`
+            options = msgspec.structs.replace(options, report=False, logprobs=None)
+        if step := repeat if self.has_seed else index:
+            seed = (sampling.seed + step + (1 << 63)) % (1 << 64) - (1 << 63)  # stays an int64
             sampling = msgspec.structs.replace(sampling, seed=seed)
         return ChoiceRequest(
             endpoint=self.endpoint,

@@ -70,6 +70,7 @@ def read_completion(
         model=fields.model,
         prompts=prompts,
         sampling=sampling,
+        has_seed=fields.seed is not None,
         options=PromptOptions(
             add_special_tokens=fields.add_special_tokens,
             keep_last_tokens=keep_last,

@@ -55,7 +55,6 @@ class _Known(NamedTuple):
 
     request: ClientRequest
     traits: ModelTraits
-    has_seed: bool  # of its own; else each request gets another one
 
 
 class RequestReader:
@@ -73,7 +72,7 @@ class RequestReader:
         """As `read_completion` and `read_chat`, whatever was read before."""
         route = _ROUTES[endpoint]
         members = members_of(body)
-        key, prompt, has_seed = _take_prompt(endpoint, route, body, members)
+        key, prompt = _take_prompt(endpoint, route, body, members)
         if key is not None:
             known = self._known.get(key)
             if known is not None and known.traits is self._traits_of(known.request.model):
@@ -82,7 +81,7 @@ class RequestReader:
             body, choices_max=self._choices_max, traits_of=self._traits_of, members=members
         )
         if key is not None:
-            self._keep(key, _Known(request, self._traits_of(request.model), has_seed))
+            self._keep(key, _Known(request, self._traits_of(request.model)))
         return request
 
     def _keep(self, key: _Key, known: _Known) -> None:
@@ -95,25 +94,23 @@ class RequestReader:
 
 def _take_prompt(
     endpoint: Endpoint, route: _Route, body: bytes, members: Members
-) -> tuple[_Key | None, memoryview, bool]:
-    """The body's key, its prompt, and whether it gives a seed. Without a key it is not plain."""
-    begin, end, has_seed, is_other = 0, 0, False, False
+) -> tuple[_Key | None, memoryview]:
+    """The body's key, and its prompt. Without a key it is not plain."""
+    begin, end, is_other = 0, 0, False
     for name, at, behind in members or ():
         if name == route.prompt:
             begin, end = at, behind
-        elif name == "seed":
-            has_seed = body[at:behind] != b"null"
         else:
             is_other = is_other or name in route.others
     prompt = memoryview(body)[begin:end]
     is_short = len(body) - len(prompt) <= KNOWN_BYTES_MAX
     if is_other or not is_short or not route.is_plain(bytes(prompt[:_PLAIN_BYTES])):
-        return None, prompt, has_seed
-    return _Key(endpoint, body[:begin], body[end:]), prompt, has_seed
+        return None, prompt
+    return _Key(endpoint, body[:begin], body[end:]), prompt
 
 
 def _with_prompt(known: _Known, prompt: memoryview) -> ClientRequest:
     sampling = known.request.sampling
-    if not known.has_seed:
+    if not known.request.has_seed:  # each request gets another one
         sampling = msgspec.structs.replace(sampling, seed=draw_seed())
     return msgspec.structs.replace(known.request, prompts=(msgspec.Raw(prompt),), sampling=sampling)

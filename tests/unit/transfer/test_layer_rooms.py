@@ -46,19 +46,22 @@ async def test_layers_of_a_request_without_a_slot_do_not_starve_the_one_that_has
     assert landing.num_bytes_asked == 0
 
 
-async def test_the_room_of_a_piece_that_is_on_its_way_is_nobody_elses(cluster):
-    held = []
+def slow_engine(held):
+    """Its receives into landing memory end when the test completes what is held."""
 
     class Slow(ShmEngine):
-        """Receives into landing memory end when the test says so."""
-
         def post_receive(self, peer, receive):
             if len(receive.block_ids):
                 return super().post_receive(peer, receive)
             held.append(TransferToken())
             return held[-1]
 
-    scene = Scene(cluster, Slow)
+    return Slow
+
+
+async def test_the_room_of_a_piece_that_is_on_its_way_is_nobody_elses(cluster):
+    held = []
+    scene = Scene(cluster, slow_engine(held))
     asking = await scene.look_up()
     list(scene.compute())
     landing = scene.decode.connector.landing
@@ -72,6 +75,24 @@ async def test_the_room_of_a_piece_that_is_on_its_way_is_nobody_elses(cluster):
     for token in held:
         token.complete()
     await until(lambda: landing.num_bytes_asked == 0)
+    scene.prefill.buffer.drop(R, 0, "over")
+
+
+async def test_nothing_is_kept_of_a_request_that_is_over_when_its_room_is_recalled(cluster):
+    held, given = [], []
+    scene = Scene(cluster, slow_engine(held), landing_bytes=4 * WIDE.block_bytes)
+    asking = await scene.look_up()
+    list(scene.compute())
+    landing = scene.decode.connector.landing
+    await until(lambda: held)
+    asking.cancel()
+    await asyncio.wait([asking])
+    landing.ask(landing.size_bytes, WAIT_S, given.append)
+    for token in held:
+        token.complete()
+    await until(lambda: given)
+    landing.free(given[0])
+    assert scene.decode.buffer(scene.prefill)._layers._streams == {}
     scene.prefill.buffer.drop(R, 0, "over")
 
 
