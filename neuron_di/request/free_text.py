@@ -1,4 +1,4 @@
-"""Text that comes before a grammar begins, such as a model's reasoning: up to a marker."""
+"""Free text that may come before a grammar begins: a model's reasoning, between two tags."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,40 @@ from neuron_di.request.vocabulary import Vocabulary
 _SPACES = b" \t\r\n"
 # Of a prompt, so many tokens are looked at for a marker at its end.
 _PROMPT_TOKENS = 64
+
+
+class StartTag:
+    """The bytes with which a model begins free text. Immutable: many requests share one."""
+
+    def __init__(self, text: str, vocabulary: Vocabulary) -> None:
+        self._text = wanted = text.encode()
+        ends_answers = set(vocabulary.eos_token_ids)
+        pieces = [
+            (token_id, piece)
+            for token_id, piece in enumerate(vocabulary.token_bytes)
+            if piece and piece in wanted and token_id not in ends_answers
+        ]
+        # Entry k: what may follow its first k bytes. No token that leads to where none goes on.
+        self._next: list[npt.NDArray[np.intp]] = []
+        is_way = [True] * (len(wanted) + 1)
+        for k in reversed(range(len(wanted))):
+            found = [
+                token_id
+                for token_id, piece in pieces
+                if wanted.startswith(piece, k) and is_way[k + len(piece)]
+            ]
+            is_way[k] = bool(found)
+            self._next.insert(0, np.array(found, dtype=np.intp))
+
+    def ids_behind(self, begun: bytes) -> npt.NDArray[np.intp]:
+        """Ids of the tokens that go on with it. `begun` is a part of it, from its start."""
+        return self._next[len(begun)]
+
+    def goes_on(self, begun: bytes) -> bool:
+        return self._text.startswith(begun)
+
+    def is_whole(self, begun: bytes) -> bool:
+        return begun == self._text
 
 
 class Marker:

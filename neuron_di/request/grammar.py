@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neuron_di.errors import BadRequest, RemoteProtocolError
-from neuron_di.request.free_text import Marker
+from neuron_di.request.free_text import Marker, StartTag
 from neuron_di.request.schema_refusal import check_schema, refusal_of
 from neuron_di.request.vocabulary import MaskedRow, Vocabulary
 from neuron_di.wire import Grammar
@@ -55,9 +55,24 @@ class _Compiled:
     is_spent: bool = False
 
 
+@dataclass(slots=True)
+class _FreeText:
+    """What may come before the grammar, and how far an answer has come with it.
+
+    It is opening while the start tag may come, or has come in part; else the end tag is due.
+    """
+
+    start: StartTag
+    end: Marker
+    is_opening: bool = True
+    begun: bytes = b""  # of the start tag
+    tail: bytes = b""  # of the text, which the end tag may have begun in
+
+
 class GrammarState:
     """Where one answer stands. Belongs to one request, and to the engine's thread with it.
 
+    Where the model may reason first, the answer begins with the start tag or keeps the grammar.
     When the grammar is complete, only EOS or one of the request's stop tokens may follow, and
     they end the answer whatever `ignore_eos` and `min_tokens` say. Where the model has no EOS,
     the answer ends with the token that completes it.
@@ -66,7 +81,7 @@ class GrammarState:
     def __init__(
         self,
         compiled: _Compiled,
-        marker: Marker | None,
+        free_text: _FreeText | None,
         vocabulary: Vocabulary,
         row: MaskedRow,
         stop_token_ids: Sequence[int],
@@ -75,18 +90,23 @@ class GrammarState:
         self.param = param  # the field of the client's request that errors name
         self._compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
-        self._marker = marker  # None: the free text, if any, is over
-        self._tail = b""
+        self._free_text = free_text  # None: it is over, if there was any
+        self._keeps_grammar = True  # so far; a start tag in part may, too
         self._vocabulary = vocabulary
         self._row = row
         stops = [token_id for token_id in stop_token_ids if token_id < vocabulary.num_vocab]
         self._stop_ids = np.array(stops, dtype=np.intp) if stops else None
         self._was_asked = False  # what may come next
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Before the first token: a prompt that ends with the marker leaves no free text."""
-        if self._marker is not None and self._marker.ends(prompt_ids):
-            self._marker = None
+    def begin(self, prompt_ids: Sequence[int], *, in_reasoning: bool = False) -> None:
+        """Before the first token. A prompt that ends with the end tag leaves no free text; one
+        that ends `in_reasoning` was in the midst of it."""
+        if self._free_text is None:
+            return
+        if in_reasoning:
+            self._free_text.is_opening = False
+        elif self._free_text.end.ends(prompt_ids):
+            self._free_text = None
 
     def masked(self, logits_V: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The logits with -inf for every token that may not come next, until the next call.
@@ -94,15 +114,18 @@ class GrammarState:
         Raises BadRequest when the grammar became too complex, or cannot be completed.
         """
         self._was_asked = True
-        if self._marker is not None:
-            return self._row.drop(logits_V, self._marker.forbidden_after(self._tail))
+        free = self._free_text
+        if free is not None and not free.is_opening:
+            return self._row.drop(logits_V, free.end.forbidden_after(free.tail))
+        also = [] if free is None else [free.start.ids_behind(free.begun)]
+        if not self._keeps_grammar:
+            return self._row.only(logits_V, also[0])
         bitmask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise self._dead_end()
-        stop_ids = self._stop_ids
-        if stop_ids is not None and not self._matcher.is_accepting():
-            stop_ids = None
-        return self._row.keep(logits_V, bitmask, stop_ids)
+        if self._stop_ids is not None and self._matcher.is_accepting():
+            also.append(self._stop_ids)
+        return self._row.keep(logits_V, bitmask, *also)
 
     def accept(self, token_id: int) -> bool:
         """Take the answer's next token. True: the grammar is complete, and this was its end.
@@ -111,9 +134,10 @@ class GrammarState:
         here: somebody else chose it.
         """
         was_asked, self._was_asked = self._was_asked, False
-        if self._marker is not None:
-            self._read_free_text(token_id)
+        if self._free_text is not None and self._is_free(self._free_text, token_id):
             return False
+        if not self._keeps_grammar:
+            raise RemoteProtocolError("a given token id goes on with no start tag")
         if self._is_end(token_id):
             return True
         if self._matcher.consume_token(token_id):
@@ -143,13 +167,27 @@ class GrammarState:
         # A stop token that is text as well ends the answer only where it is no part of it.
         return self._matcher.is_accepting() and not self._matcher.validate_tokens([token_id])
 
-    def _read_free_text(self, token_id: int) -> None:
-        assert self._marker is not None
-        text = self._tail + self._vocabulary.token_bytes[token_id]
-        if self._marker.is_in(text):
-            self._marker = None
-        else:
-            self._tail = text[max(len(text) - self._marker.num_tail, 0) :]
+    def _is_free(self, free: _FreeText, token_id: int) -> bool:
+        """Take a token that is no part of the grammar's text. False: it must be one."""
+        piece = self._vocabulary.token_bytes[token_id]
+        if not free.is_opening:
+            text = free.tail + piece
+            free.tail = text[max(len(text) - free.end.num_tail, 0) :]
+            if free.end.is_in(text):
+                self._free_text = None
+            return True
+        begun = free.begun + piece
+        if not piece or not free.start.goes_on(begun):
+            self._free_text = None
+            return False
+        free.begun = begun
+        if free.start.is_whole(begun):
+            free.is_opening, self._keeps_grammar = False, True
+            self._matcher = self._compiled.matcher.deep_copy()
+        elif self._keeps_grammar:  # a choice may begin as the tag does
+            self._keeps_grammar = self._matcher.validate_tokens([token_id]) == 1
+            return not self._keeps_grammar or self._matcher.consume_token(token_id)
+        return True
 
 
 class GrammarCompiler:
@@ -163,20 +201,16 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._row = MaskedRow(vocabulary.num_vocab)
         self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
-        self._markers: OrderedDict[tuple[str, bool], Marker] = OrderedDict()
+        self._starts: OrderedDict[str, StartTag] = OrderedDict()
+        self._ends: OrderedDict[tuple[str, bool], Marker] = OrderedDict()
         self._limits: LLParserLimits | None = None
         self.num_compiled = 0
 
     def state_of(self, grammar: Grammar, stop_token_ids: Sequence[int] = ()) -> GrammarState:
         """A fresh state. Blocks. BadRequest names what of a schema is not supported."""
-        may_trail = grammar.kind != "choice"
-        marker = None
-        if grammar.after:
-            marker = _kept(
-                self._markers,
-                (grammar.after, may_trail),
-                lambda: Marker(grammar.after, self._vocabulary, may_trail=may_trail),
-            )
+        free_text = None
+        if grammar.reasoning is not None:
+            free_text = self._free_text(*grammar.reasoning, may_trail=grammar.kind != "choice")
         key = (grammar.kind, grammar.value)
         known = self._compiled.get(key)
         if known is not None and known.is_spent:
@@ -184,11 +218,18 @@ class GrammarCompiler:
         compiled = _kept(self._compiled, key, lambda: _Compiled(self._compile(grammar)))
         return GrammarState(
             compiled,
-            marker,
+            free_text,
             self._vocabulary,
             self._row,
             stop_token_ids,
             grammar.param,
+        )
+
+    def _free_text(self, start: str, end: str, *, may_trail: bool) -> _FreeText:
+        words = self._vocabulary
+        return _FreeText(
+            _kept(self._starts, start, lambda: StartTag(start, words)),
+            _kept(self._ends, (end, may_trail), lambda: Marker(end, words, may_trail=may_trail)),
         )
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":

@@ -52,6 +52,7 @@ class Request:
         given: Sequence[int] = (),
         num_prefilled: int | None = None,
         rules: TokenRules | None = None,
+        begins_in_reasoning: bool = False,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
@@ -61,7 +62,7 @@ class Request:
         self.output = output
         self.rules = rules  # None: every token is as good as its logit
         if rules is not None and rules.grammar is not None:
-            rules.grammar.begin(prompt_ids)
+            rules.grammar.begin(prompt_ids, in_reasoning=begins_in_reasoning)
         self.given = tuple(given)
         known = len(prompt_ids) + len(self.given)
         self.num_prefilled = known if num_prefilled is None else num_prefilled
@@ -72,7 +73,7 @@ class Request:
         self.num_computed = 0
         self.num_cached = 0  # positions of the prompt whose KV was found, and not computed
         self.prompt_wish: PromptWish | None = None  # what token 0 tells of the prompt
-        self.begins_in_reasoning = False  # the prompt itself opened it
+        self.begins_in_reasoning = begins_in_reasoning  # the prompt itself opened it
         self._seen: SeenTokens | None = None  # once a penalty asked for it
 
     def seen_tokens(self) -> SeenTokens:

@@ -65,16 +65,22 @@ class MaskedRow:
         self,
         logits_V: npt.NDArray[Any],
         bitmask: bytes,
-        also: npt.NDArray[np.intp] | None = None,
+        *also: npt.NDArray[np.intp],
     ) -> npt.NDArray[Any]:
         """The logits of the tokens whose bit is set, and of those of `also`; -inf elsewhere."""
         packed = np.frombuffer(bitmask, dtype=np.uint8, count=len(self._flags))
         # Not unpackbits, which has no `out`. With its default mode take would buffer, too.
         np.take(_FLAGS_OF_BYTE, packed, out=self._flags, mode="clip")
-        if also is not None:
-            self._allowed_V[also] = True
+        for token_ids in also:
+            self._allowed_V[token_ids] = True
         self._logits_V.fill(-np.inf)
         np.copyto(self._logits_V, logits_V, where=self._allowed_V)
+        return self._logits_V
+
+    def only(self, logits_V: npt.NDArray[Any], token_ids: npt.NDArray[np.intp]) -> npt.NDArray[Any]:
+        """The logits of these tokens; -inf elsewhere."""
+        self._logits_V.fill(-np.inf)
+        self._logits_V[token_ids] = logits_V[token_ids]
         return self._logits_V
 
     def drop(self, logits_V: npt.NDArray[Any], token_ids: npt.NDArray[np.intp]) -> npt.NDArray[Any]:

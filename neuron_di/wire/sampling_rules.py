@@ -129,9 +129,9 @@ def _check_grammar(grammar: Grammar) -> None:
         raise BadRequest(
             f"{grammar.param} is longer than {GRAMMAR_CHARS_MAX} characters", param=grammar.param
         )
-    if len(grammar.after) > STOP_CHARS_MAX:
+    if grammar.reasoning and not all(0 < len(tag) <= STOP_CHARS_MAX for tag in grammar.reasoning):
         raise BadRequest(
-            f"{grammar.param} begins behind more than {STOP_CHARS_MAX} characters",
+            f"{grammar.param} begins behind a tag of 0 or more than {STOP_CHARS_MAX} characters",
             param=grammar.param,
         )
 

@@ -132,6 +132,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     generations: list[int]  # of those blocks; a reader compares them after its copy
     digests: list[int]  # unsigned, 64 bits each
     num_tokens: int  # token positions that hold KV
+    in_reasoning: bool = False  # the prompt ends inside of the model's reasoning
 
     def __repr__(self) -> str:
         return f"Ready(request_id={self.request_id!r}, attempt={self.attempt})"

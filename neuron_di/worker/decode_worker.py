@@ -144,6 +144,7 @@ class DecodeWorker:
             given=ready.generated,
             num_prefilled=ready.num_tokens,
             rules=rules,
+            begins_in_reasoning=ready.in_reasoning,
         )
 
     def _finished(self, event: Ended, incoming: _Incoming) -> LegEvent:

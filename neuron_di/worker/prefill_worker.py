@@ -148,6 +148,7 @@ class PrefillWorker:
             generations=generations,
             digests=digests,
             num_tokens=request.num_computed,
+            in_reasoning=request.begins_in_reasoning,
         )
 
     def _digests(

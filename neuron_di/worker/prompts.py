@@ -88,8 +88,8 @@ class PromptReader:
             output=self.output_text(leg.sampling),
             given=leg.emitted,
             rules=rules,
+            begins_in_reasoning=prompt.begins_in_reasoning,
         )
-        request.begins_in_reasoning = prompt.begins_in_reasoning
         if leg.options.report and not leg.emitted:  # else the client has it
             request.prompt_wish = self._wish(prompt, leg.options)
         return request

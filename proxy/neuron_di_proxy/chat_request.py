@@ -121,8 +121,8 @@ def _adds_generation_prompt(fields: ChatFields) -> bool:
     return False
 
 
-def _begins_with_reasoning(fields: ChatFields) -> bool:
-    """Whether a model that can reason does so before it answers, as the client has it."""
+def _may_reason(fields: ChatFields) -> bool:
+    """Whether a model that can reason may do so before it answers, as the client has it."""
     switches: dict[str, msgspec.Raw] = {}
     template_kwargs = given(fields.chat_template_kwargs)
     if template_kwargs is not None:
@@ -133,8 +133,7 @@ def _begins_with_reasoning(fields: ChatFields) -> bool:
             )
         except msgspec.DecodeError:
             raise BadRequest(f"`{name}` must be an object", param=name) from None
-    is_off = any(bytes(switches.get(name, b"")) == b"false" for name in _THINKING_SWITCHES)
-    return not is_off and not fields.continue_final_message
+    return all(bytes(switches.get(name, b"")) != b"false" for name in _THINKING_SWITCHES)
 
 
 def _grammar(fields: ChatFields, tools: ToolUse | None, traits: ModelTraits) -> Grammar | None:
@@ -147,7 +146,7 @@ def _grammar(fields: ChatFields, tools: ToolUse | None, traits: ModelTraits) -> 
                 f"`{name}` and `tools` cannot be combined, unless tool_choice is none", param=name
             )
         grammar = tool_grammar(tools)
-    can_reason = _begins_with_reasoning(fields)  # asked always: it checks the field, too
-    if grammar is None or traits.reasoning is None or not can_reason:
+    may_reason = _may_reason(fields)  # asked always: it checks the field, too
+    if grammar is None or not may_reason:
         return grammar
-    return msgspec.structs.replace(grammar, after=traits.reasoning[1])
+    return msgspec.structs.replace(grammar, reasoning=traits.reasoning)

@@ -97,6 +97,7 @@ class Rig:
         attempt: int = 0,
         given: Sequence[int] = (),
         num_prefilled: int | None = None,
+        in_reasoning: bool = False,
         **fields: Any,
     ) -> Request:
         sampling = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **fields})
@@ -117,6 +118,7 @@ class Rig:
             given=given,
             num_prefilled=num_prefilled,
             rules=self.rules.rules_of(sampling),
+            begins_in_reasoning=in_reasoning,
         )
 
     def received(

@@ -117,7 +117,7 @@ class RandomModel:
         self.num_vocab = self.tokenizer.num_vocab
         self.rules = TokenRuleMaker(self.tokenizer, num_vocab=self.num_vocab, eos_token_ids=EOS)
 
-    def answer(self, seed, *, max_tokens=3000, **fields):
+    def answer(self, seed, *, max_tokens=3000, in_reasoning=False, **fields):
         """(text, finish, ids) of one answer."""
         params = SamplingParams(**{"seed": seed, "max_tokens": max_tokens, **fields})
         output = OutputText(
@@ -128,7 +128,7 @@ class RandomModel:
         )
         request = Request(
             RequestId("r"), 0, prompt_ids=[300], sampling=params, max_tokens=max_tokens,
-            output=output, rules=self.rules.rules_of(params),
+            output=output, rules=self.rules.rules_of(params), begins_in_reasoning=in_reasoning,
         )  # fmt: skip
         random = np.random.default_rng(seed % 2**32)
         text = ""
@@ -202,13 +202,29 @@ def test_a_stop_token_ends_a_complete_answer_and_is_named(model):
 
 def test_reasoning_comes_first_and_is_free(model):
     end = model.tokenizer.token_text(500)
-    grammar = Grammar(kind="json_schema", value=json.dumps(SCHEMA), after=end)
-    text, finish, ids = model.answer(5, grammar=grammar, temperature=2.0, max_tokens=9000)
+    grammar = Grammar(kind="json_schema", value=json.dumps(SCHEMA), reasoning=("<think>", end))
+    text, finish, ids = model.answer(
+        5, grammar=grammar, temperature=2.0, max_tokens=9000, in_reasoning=True
+    )
     _, found, answer = text.partition(end)
     assert found
     assert is_valid(json.loads(answer), SCHEMA)
     assert finish.reason == "stop"
     assert not set(ids[:-1]) & set(EOS)
+
+
+def test_a_model_that_reasons_only_where_it_likes_keeps_the_grammar_anyhow(model):
+    start, end = model.tokenizer.token_text(400), model.tokenizer.token_text(500)
+    grammar = Grammar(kind="json_schema", value=json.dumps(SCHEMA), reasoning=(start, end))
+    has_reasoned = set()
+    for seed in range(8):
+        text, finish, _ = model.answer(seed, grammar=grammar, temperature=2.0, max_tokens=9000)
+        begun, found, answer = text.partition(end)
+        has_reasoned.add(bool(found))
+        assert begun.startswith(start) if found else not answer
+        assert is_valid(json.loads(answer if found else text), SCHEMA)
+        assert finish.reason == "stop"
+    assert has_reasoned == {True, False}
 
 
 def choices(**fields):
@@ -234,14 +250,16 @@ def test_the_reasoning_of_an_interrupted_answer_is_over_only_once(make_rig):
 
     rig = make("both")
     free, _ = run(rig, temperature=1.0, seed=1)
-    after = rig.tokenizer.token_text(free[9].token_id)
-    grammar = Grammar(kind="choice", value='["yes","no"]', after=after)
-    fields = {"grammar": grammar, "temperature": 1.0, "seed": 1, "max_tokens": 40}
-    tokens, end = check_every_split(make, fields)
-    text = "".join(token.text for token in tokens)
-    assert end[0] == "stop"
-    assert text.partition(after)[2] in {"yes", "no"}
-    assert 3 < len(tokens) < 40
+    first, last = (rig.tokenizer.token_text(free[n].token_id) for n in (0, 9))
+    for in_reasoning, start in ((True, "<think>"), (False, first)):
+        grammar = Grammar(kind="choice", value='["yes","no"]', reasoning=(start, last))
+        fields = {"grammar": grammar, "temperature": 1.0, "seed": 1, "max_tokens": 40}
+        fields |= {"in_reasoning": in_reasoning, "logit_bias": ((free[0].token_id, 9.0),)}
+        tokens, end = check_every_split(make, fields)
+        text = "".join(token.text for token in tokens)
+        assert end[0] == "stop"
+        assert text.partition(last)[2] in {"yes", "no"}
+        assert 3 < len(tokens) < 40
 
 
 def broken(events, name):

@@ -248,16 +248,19 @@ def test_only_one_field_says_what_an_answer_is(read):
 def test_a_format_begins_after_the_models_reasoning():
     fields = {"response_format": {"type": "json_object"}}
     given = chat(THINKING, **fields)
-    assert given.sampling.grammar == Grammar(kind="json_object", after="</think>")
+    assert given.sampling.grammar == Grammar(kind="json_object", reasoning=THINKING.reasoning)
     for off in (
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"chat_template_kwargs": {"thinking": False}},
-        {"continue_final_message": True},
     ):
         given = chat(THINKING, **fields, **off)
         assert given.sampling.grammar == Grammar(kind="json_object")
-    given = chat(THINKING, **fields, chat_template_kwargs={"enable_thinking": True})
-    assert given.sampling.grammar == Grammar(kind="json_object", after="</think>")
+    for on in (
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"continue_final_message": True},  # it may end in the midst of reasoning
+    ):
+        given = chat(THINKING, **fields, **on)
+        assert given.sampling.grammar == Grammar(kind="json_object", reasoning=THINKING.reasoning)
     assert completion(THINKING, **fields).sampling.grammar == Grammar(kind="json_object")
 
 

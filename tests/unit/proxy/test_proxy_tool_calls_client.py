@@ -62,7 +62,7 @@ async def test_forced_calls(worker, ask):
         assert [each.name for each in functions] == ["weather", "weather"]
         assert [each.arguments for each in functions] == ['{"city": "Ulm"}', "{}"]
         assert len({call.id for call in choice.message.tool_calls}) == 2
-    assert worker.legs[0].message.sampling.grammar.after == "</think>"
+    assert worker.legs[0].message.sampling.grammar.reasoning == ("<think>", "</think>")
     assert json.loads(bytes(worker.legs[0].message.options.tools)) == [TOOL]
 
 

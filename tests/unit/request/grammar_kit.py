@@ -22,13 +22,13 @@ class Kit:
         self.compiler = GrammarCompiler(self.vocabulary)
         self.raw_V = np.arange(self.vocabulary.num_vocab, dtype=np.float32)
 
-    def schema(self, schema, after="", stop_token_ids=()):
-        grammar = Grammar(kind="json_schema", value=json.dumps(schema), after=after)
+    def schema(self, schema, reasoning=None, stop_token_ids=()):
+        grammar = Grammar(kind="json_schema", value=json.dumps(schema), reasoning=reasoning)
         return self.compiler.state_of(grammar, stop_token_ids)
 
-    def choice(self, *choices, after=""):
+    def choice(self, *choices, reasoning=None):
         return self.compiler.state_of(
-            Grammar(kind="choice", value=json.dumps(choices), after=after)
+            Grammar(kind="choice", value=json.dumps(choices), reasoning=reasoning)
         )
 
     def allowed(self, state):

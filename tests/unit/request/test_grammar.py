@@ -11,6 +11,7 @@ from neuron_di.errors import BadRequest, RemoteProtocolError
 from neuron_di.request.grammar import COMPILED_MAX
 from neuron_di.wire import Grammar
 
+TAGS = ("<think>", "</think>")
 kinds = pytest.mark.parametrize("kind", KINDS)
 OBJECT = {
     "type": "object",
@@ -133,10 +134,11 @@ def test_the_state_is_a_function_of_the_ids(kind):
 def test_states_of_one_grammar_are_apart_and_it_is_compiled_once(kit):
     before = kit.compiler.num_compiled
     schema = {"type": "object", "properties": {"apart": {}}, "required": ["apart"]}
-    one, other = kit.schema(schema), kit.schema(schema, after="</think>")
+    one, other = kit.schema(schema), kit.schema(schema, reasoning=TAGS)
     kit.write(one, '{"apart": [')
     third = kit.schema(schema)
     assert kit.allowed(third) == set(kit.ids("{"))
+    other.begin((), in_reasoning=True)
     assert len(kit.allowed(other)) > 300
     assert kit.compiler.num_compiled == before + 1
 
@@ -298,7 +300,7 @@ def test_what_the_vocabulary_cannot_spell_is_the_requests_fault():
 
 def test_masking_copies_nothing_but_the_bitmask(kit):
     """Rows are written into one place, which the next call overwrites."""
-    one, other = kit.schema(OBJECT), kit.choice("yes", "no", after=">")
+    one, other = kit.schema(OBJECT), kit.choice("yes", "no", reasoning=TAGS)
     rows = [state.masked(kit.raw_V) for state in (one, one, other)]
     assert rows[0] is rows[1] is rows[2]
     assert not np.isneginf(kit.raw_V).any()

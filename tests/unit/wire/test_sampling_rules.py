@@ -61,7 +61,8 @@ def test_each_field_is_refused_by_name(field, values):
 def test_a_grammar_is_limited_in_size_and_named_as_the_api_does(param):
     for grammar in (
         Grammar(kind="choice", value="x" * ((64 << 10) + 1), param=param),
-        Grammar(kind="json_object", after="x" * 1025, param=param),
+        Grammar(kind="json_object", reasoning=("<think>", "x" * 1025), param=param),
+        Grammar(kind="json_object", reasoning=("", "x"), param=param),
     ):
         with pytest.raises(BadRequest, match=param) as caught:
             check_sampling(SamplingParams(grammar=grammar))
