@@ -127,13 +127,14 @@ def _check_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _bad(f"{where} must have a function with a name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments:
+    arguments = function.get("arguments") or None
+    if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments)
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             raise _bad(f"{where}.function.arguments is not JSON") from None
-    arguments = arguments or {}  # a call without arguments
+    if arguments is None:  # a call without arguments
+        arguments = {}
     if not isinstance(arguments, dict):
         raise _bad(f"{where}.function.arguments must be a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}

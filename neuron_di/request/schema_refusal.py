@@ -37,6 +37,7 @@ _REASONS = (
     ("Pointer", "a `$ref` leads nowhere"),
     ("Resource", "it refers to another document, by `$ref` or `$schema`"),
     ("Value for 'multipleOf'", "a `multipleOf` has too many digits"),
+    ("Failed to generate regex for", "the range of a number is too large for what is supported"),
     ("Unsatisfiable schema", "nothing can satisfy it"),
     ("schema too large", "it is too large"),
     ("Invalid type", "it names a `type` that JSON has not"),
@@ -53,6 +54,8 @@ _PIECE = re.compile(
     r"\\[pPxuU]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|.",
     re.DOTALL,
 )
+_EXACT_MAX = 1 << 53  # the library has numbers as doubles, as most readers of JSON have
+_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _DIGITS = 9  # of a count that are read: more are far beyond every limit
 
 _EXPRESSIONS = ("pattern", "format", "multipleOf")
@@ -96,6 +99,7 @@ def check_schema(schema: dict[str, Any], *, param: str) -> None:
             if isinstance(least, int | float) and least > max(num_required, 1):
                 _refuse("`minProperties` is more than the number of its `required`", param)
             _check_texts(part, param)
+            _check_numbers(part, param)
             num_expressions += sum(keyword in part for keyword in _EXPRESSIONS)
             by_pattern = part.get("patternProperties")
             if isinstance(by_pattern, dict):
@@ -125,6 +129,23 @@ def _check_texts(part: dict[str, Any], param: str) -> None:
         _refuse("a value in it is nested too deeply", param)
     if is_unwritable:
         _refuse("a text in it holds a control character that answers cannot have", param)
+
+
+def _check_numbers(part: dict[str, Any], param: str) -> None:
+    left = [part.get("const"), part.get("enum")]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, int | float) and abs(value) > _EXACT_MAX:
+            _refuse("a number in its `const` or `enum` is beyond 2**53: write it as a text", param)
+    for keyword in _LIMITS:
+        limit = part.get(keyword)
+        if not isinstance(limit, int) or abs(limit) <= _EXACT_MAX:
+            continue
+        # What 64 bits hold is meant as that range, and not to the last unit.
+        if int(float(limit)) - limit not in (0, 1):
+            _refuse(f"its `{keyword}` is beyond 2**53 and would be rounded", param)
 
 
 def _check_repeats(expressions: Iterable[Any], param: str) -> None:

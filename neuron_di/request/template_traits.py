@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 from neuron_di.wire import ToolFormat
 
+_CALL_TAGS: dict[ToolFormat, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama3_json": (),  # a call is known by what it says
+}
 _REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -17,6 +22,12 @@ class TemplateTraits:
 
     tool_format: ToolFormat | None = None
     reasoning: tuple[str, str] | None = None
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What marks parts of an answer, and is no text itself."""
+        calls = () if self.tool_format is None else _CALL_TAGS[self.tool_format]
+        return calls + (self.reasoning or ())
 
 
 def template_traits(source: str | None) -> TemplateTraits:

@@ -48,8 +48,8 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
-        # Tags of reasoning are read by whoever splits it off, also where they are special.
-        tags = template_traits(self.chat_template_source).reasoning or ()
+        # Tags are read by whoever takes an answer apart, also where they are special.
+        tags = template_traits(self.chat_template_source).tags
         self._hidden_ids = self._special_ids - {backend.token_to_id(tag) for tag in tags}
         self._is_byte_level = isinstance(backend.decoder, ByteLevel)
         self._byte_of_id = {} if self._is_byte_level else _byte_tokens(backend)
@@ -122,7 +122,7 @@ class Tokenizer:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """False when an output passes over this token. It never does over reasoning's tags."""
+        """False when an output passes over this token. It never does over the template's tags."""
         if skip_special_tokens and token_id in self._hidden_ids:
             return False
         return self._backend.id_to_token(token_id) is not None

@@ -57,8 +57,6 @@ def read_chat(
         logprobs=_logprobs(fields),
         grammar=_grammar(fields, tools, traits),
     )
-    if tools is not None and tools.keeps_special_tokens:
-        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     include_usage, continuous_usage = usage_of(fields)
     return ClientRequest(
         endpoint="chat",

@@ -22,13 +22,11 @@ from neuron_di.types import RequestId
 from neuron_di.wire import Grammar, ToolFormat
 from neuron_di_proxy.call_reader import CallReader
 from neuron_di_proxy.model_traits import ModelTraits
+from neuron_di_proxy.schema_part import as_part
 
 TOOLS_MAX = 128
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-# Where a JSON Schema holds values, which may look like schemas, and where it holds schemas by name.
-_VALUE_KEYS = ("const", "enum", "default", "examples")
-_NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
 
@@ -77,11 +75,6 @@ class ToolUse:
     is_parallel: bool
     model_format: ToolFormat | None
 
-    @property
-    def keeps_special_tokens(self) -> bool:
-        """Whether the text must show special tokens, because the mark of a call is one."""
-        return self.choice == "auto" and self.model_format == "mistral"
-
     def reader(self) -> CallReader:
         """A reader for the calls of one answer."""
         if self.choice == "auto":
@@ -115,7 +108,7 @@ class ToolUse:
             "type": "array",
             "minItems": 1,
             "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-            "$defs": {name: _moved(self.parameters[name], f"#/$defs/{name}") for name in names},
+            "$defs": {name: as_part(self.parameters[name], f"#/$defs/{name}") for name in names},
         }
         if self.chosen is not None or not self.is_parallel:
             schema["maxItems"] = 1
@@ -211,22 +204,3 @@ def _explain(text: str, param: str) -> BadRequest:
         return BadRequest(f"this value of `{where}` is not supported", param=where)
     reason = text.split(" - at ")[0]
     return BadRequest(f"`{where}` is not valid: {reason}", param=where)
-
-
-def _moved(schema: Any, base: str) -> Any:
-    """`schema` as a part of another one, at `base`: references to its own parts still find them."""
-    if isinstance(schema, list):
-        return [_moved(each, base) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = base + value[1:]
-        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
-            moved[key] = {name: _moved(each, base) for name, each in value.items()}
-        elif key in _VALUE_KEYS:
-            moved[key] = value
-        else:
-            moved[key] = _moved(value, base)
-    return moved

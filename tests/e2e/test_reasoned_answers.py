@@ -21,7 +21,13 @@ SCHEMA = {"const": {"a": 1}}
 FORMAT = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 }
-FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": 1}}}}
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"a": {"const": 1}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "f", "parameters": ARGUMENTS}
 CALL = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}
 
 
@@ -47,7 +53,7 @@ def likes(folder: Path) -> Any:
 
 
 async def answer(server: Client, *messages: dict[str, str], **params: Any) -> Any:
-    body = {"model": server.model, "messages": messages, "temperature": 0, "max_tokens": 60}
+    body = {"model": server.model, "messages": messages, "temperature": 0, "max_tokens": 120}
     async with server.session.post(server.url + "/v1/chat/completions", json=body | params) as got:
         assert got.status == 200, await got.text()
         return (await got.json())["choices"][0]

@@ -173,6 +173,43 @@ def test_references_within_parameters_still_find_what_they_name():
     }
 
 
+def test_anchors_and_the_own_name_of_parameters_are_found_in_their_place():
+    parameters = {
+        "$id": "http://tools/f",
+        "type": "object",
+        "properties": {
+            "a": {"$ref": "#q"},
+            "b": {"$ref": "http://tools/f#q"},
+            "c": {"$ref": "http://tools/f"},
+            "d": {"$ref": "http://tools/f#/properties/a"},
+            "e": {"$ref": "#nobody"},
+            "$anchor": {"$anchor": "r", "const": {"$anchor": "q"}},
+            "f": {"anyOf": [{"$ref": "#r"}, {"$ref": "http://tools/fq"}]},
+        },
+        "$defs": {"x/y": {"anyOf": [{"$anchor": "q", "type": "boolean"}]}},
+    }
+    other = {"type": "object", "$defs": {"x": {"$anchor": "q"}}, "properties": {"$ref": {}}}
+    written = schema(
+        read([tool("f", parameters=parameters), tool("fq", parameters=other)], "required")
+    )
+    moved, base = written["$defs"]["f"], "#/$defs/f"
+    at_q = {"$ref": f"{base}/$defs/x~1y/anyOf/0"}
+    assert moved == {
+        "type": "object",
+        "properties": {
+            "a": at_q,
+            "b": at_q,
+            "c": {"$ref": base},
+            "d": {"$ref": f"{base}/properties/a"},
+            "e": {"$ref": "#nobody"},  # no tool's: nothing has that name any more
+            "$anchor": {"const": {"$anchor": "q"}},
+            "f": {"anyOf": [{"$ref": f"{base}/properties/$anchor"}, {"$ref": "http://tools/fq"}]},
+        },
+        "$defs": {"x/y": {"anyOf": [{"type": "boolean"}]}},
+    }
+    assert written["$defs"]["fq"] == {**other, "$defs": {"x": {}}}
+
+
 def test_the_id_of_a_call_is_a_function_of_where_it_stands():
     use, again = read([WEATHER]), read([tool("f")], "required")
     request_id = RequestId("r1")
@@ -189,10 +226,3 @@ def test_mistrals_templates_take_back_nine_letters():
     call_id = use.call_id(RequestId("r1"), 0, 0)
     assert len(call_id) == 9
     assert call_id.isalnum()
-
-
-def test_marks_that_are_special_tokens_must_be_seen():
-    mistral = ModelTraits(tool_format="mistral")
-    assert read([WEATHER], traits=mistral).keeps_special_tokens
-    assert not read([WEATHER], "required", traits=mistral).keeps_special_tokens
-    assert not read([WEATHER]).keeps_special_tokens

@@ -171,6 +171,7 @@ def test_reasoning_has_several_names(name):
         ({**call({}), "tool_calls": {"a": 1}}, "tool_calls must be a list"),
         ({**call({}), "tool_calls": ["x"]}, r"tool_calls\[0\] must have a function"),
         ({**call({}), "tool_calls": [{"function": {}}]}, "a function with a name"),
+        *((call(text), "must be a JSON object") for text in ("[]", "0", "false", '""', "[1]")),
         (call("{"), r"tool_calls\[0\]\.function\.arguments is not JSON"),
         (call("\ud800"), "is not JSON"),
         (call("[" * 100_000), "is not JSON"),

@@ -179,6 +179,11 @@ def test_what_was_compiled_long_ago_is_forgotten():
         ({"patternProperties": {"secret\x01": {}}}, "control character"),
         ({"type": "string", "pattern": "secret\x02"}, "control character"),
         ({"const": "secret\x7f"}, "control character"),
+        ({"const": 1234567890123456789}, "beyond 2\\*\\*53"),
+        ({"enum": ["x", {"a": [-12345678901234567890123]}]}, "beyond 2\\*\\*53"),
+        ({"type": "integer", "minimum": 9007199254740993}, "`minimum` is beyond"),
+        ({"type": "integer", "minimum": -(1 << 63)}, "range of a number"),
+        ({"type": "number", "minimum": 0, "maximum": 1e30}, "range of a number"),
         ({"$ref": "#"}, "nothing can satisfy"),
         ({"type": "secret"}, "`type`"),
         ({"pattern": 5}, "wrong type: pattern"),
@@ -202,6 +207,13 @@ def test_texts_that_only_look_like_control_characters(kit):
         state = kit.schema({"enum": [text]})
         kit.write(state, json.dumps(text, ensure_ascii=False))
         assert kit.allowed(state) == {EOS}
+
+
+def test_numbers_that_doubles_hold_and_the_ranges_of_64_bits_are_fine(kit):
+    kit.schema({"enum": [1 << 53, -(1 << 53), 0.1, True, None, {"a": 1.5}]})
+    for least, most in ((0, (1 << 63) - 1), (0, (1 << 64) - 1), (-(1 << 31), 1 << 53)):
+        kit.schema({"type": "integer", "minimum": least, "maximum": most})
+    kit.write(kit.schema({"const": (1 << 53) - 1}), str((1 << 53) - 1))
 
 
 def test_many_expressions_that_need_not_hold_together_are_fine(kit):

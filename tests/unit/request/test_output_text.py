@@ -228,17 +228,25 @@ def test_a_stop_string_that_is_included_is_the_last_of_the_text(kind, ids, stop)
 
 @kinds
 @pytest.mark.parametrize("skip", [True, False])
-def test_reasoning_is_marked_also_where_its_tags_are_special_tokens(kind, skip):
+@pytest.mark.parametrize(
+    ("start", "end", "words"),
+    [
+        ("[THINK]", "[/THINK]", ""),
+        ("<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}'),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]", ""),
+    ],
+)
+def test_parts_are_marked_also_where_their_tags_are_special_tokens(kind, skip, start, end, words):
     backend = library_tokenizer(kind).from_str(library_tokenizer(kind).to_str())
-    backend.add_special_tokens(["[THINK]", "[/THINK]", "[REST]"])
-    ids = [backend.token_to_id(tag) for tag in ("[THINK]", "[/THINK]", "[REST]")]
+    backend.add_special_tokens([start, end, "[REST]"])
+    ids = [backend.token_to_id(tag) for tag in (start, end, "[REST]")]
     assert all(type(token_id) is int for token_id in ids)
-    source = "{{ '[THINK]' + messages[0].content + '[/THINK]' }}"
+    source = f"{start}{words}{{{{ messages[0].content }}}}{end}"
     tagged = Tokenizer(backend, chat_template=ChatTemplate(source, {}))
     output = OutputText(tagged, stop=(), skip_special_tokens=skip, min_tokens=0)
     rest = "" if skip else "[REST]"
-    assert [output.push(token_id) for token_id in ids] == ["[THINK]", "[/THINK]", rest]
-    assert tagged.decode(ids, skip_special_tokens=skip) == "[THINK][/THINK]" + rest
+    assert [output.push(token_id) for token_id in ids] == [start, end, rest]
+    assert tagged.decode(ids, skip_special_tokens=skip) == start + end + rest
     assert all(tagged.is_special(token_id) for token_id in ids)
 
     plain = Tokenizer(backend, chat_template=ChatTemplate("{{ messages }}", {}))

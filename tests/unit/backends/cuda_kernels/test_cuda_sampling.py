@@ -23,9 +23,12 @@ from neuron_di.wire import SamplingParams
 NUDGES = (0.0,) if DEVICE == "cpu" else (0.0, -1e-6, 1e-6)
 
 
+TILE = 64
+
+
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
-    monkeypatch.setattr(draw_kernel, "_TILE", 64)
+    monkeypatch.setattr(draw_kernel, "_TILE", TILE)
 
 
 def rules_of(params, uniforms):
@@ -125,6 +128,28 @@ def test_top_p_ends_with_the_token_that_reaches_it():
     params = [SamplingParams(temperature=1.0, top_p=share) for share in shares]
     # By weight 1, 3, 2, 0; drawn in the order of their ids, the least that is kept last.
     assert choose_rows([row] * 6, params, [0.9999] * 6) == [1, 3, 3, 2, 2, 0]
+
+
+def sum_of_lanes(weights, floor):
+    """As the kernel sums what weighs more: the k-th of each tile in one lane."""
+    kept = weights[weights > floor]
+    tiles = np.zeros((-(-len(kept) // TILE), TILE))
+    tiles.flat[: len(kept)] = kept
+    return tiles.sum(0).sum()
+
+
+def test_a_top_p_that_leaves_out_less_than_sums_are_rounded_by():
+    rng, top_p, rows = np.random.default_rng(0), 1 - 2.0**-53, []
+    while len(rows) < 4:
+        row = (rng.normal(size=150) * rng.choice([1, 3, 8])).astype(np.float32)
+        weights = np.exp(row - row.max())
+        total = sum_of_lanes(weights, -1.0)
+        if sum_of_lanes(weights, np.float32(0.5 * (1 - top_p) * total / 150)) < top_p * total:
+            rows.append(row)
+    one = SamplingParams(temperature=1.0, top_p=top_p)
+    tokens = choose_rows(rows, [one] * 4, [0.1, 0.3, 0.6, 0.9])
+    for row, token, uniform in zip(rows, tokens, [0.1, 0.3, 0.6, 0.9], strict=True):
+        assert token in hosts_tokens(row, one, uniform)
 
 
 def test_of_equal_logits_the_lowest_id_is_the_best():
