@@ -4,9 +4,12 @@ The same engine as a worker of role "both", without sockets.
 """
 
 import queue
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
+
+import msgspec
 
 from neuron_di.config import EngineOptions
 from neuron_di.core import BlockPool, CombinedScheduler
@@ -78,7 +81,7 @@ class LLM:
     ) -> list[Generation]:
         """Answer prompts, given as text or ids, all with the same parameters, in their order.
 
-        One prompt alone is a list of one.
+        One prompt alone is a list of one. Without a seed each draws numbers of its own.
 
         BadRequest when a prompt or a parameter cannot be; nothing is computed then.
         """
@@ -134,6 +137,8 @@ class LLM:
         tokenizer = self._model.tokenizer
         num_vocab = self._model.backend.num_vocab
         check_sampling(sampling, num_vocab)
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=random.getrandbits(63))
         prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not all(0 <= token_id < num_vocab for token_id in prompt_ids):
             raise BadRequest(f"a token id is outside of 0..{num_vocab - 1}", param="prompt")
@@ -150,6 +155,7 @@ class LLM:
                 skip_special_tokens=sampling.skip_special_tokens,
                 min_tokens=sampling.min_tokens,
                 include_stop=sampling.include_stop_str_in_output,
+                prompt_ids=prompt_ids,
             ),
             rules=self._rules.rules_of(sampling),
         )

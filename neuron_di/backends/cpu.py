@@ -124,12 +124,14 @@ class CpuBackend:
         if self._decoder is None:
             return self._decode_one_by_one(batch)
         requests = batch.requests
-        tables = np.zeros((len(requests), max(len(r.block_ids) for r in requests)), np.int32)
-        for row, request in zip(tables, requests, strict=True):
-            row[: len(request.block_ids)] = request.block_ids
+        size = self.layout.block_size
+        # Of those that are reserved, as many as the step reads, and the one that it writes to.
+        nums_used = [request.num_computed // size + 1 for request in requests]
+        tables = np.zeros((len(requests), max(nums_used)), np.int32)
+        for row, request, num_used in zip(tables, requests, nums_used, strict=True):
             # Behind its blocks stands block 0, which is another's: the kernel would write there.
-            has_room = request.num_computed < len(request.block_ids) * self.layout.block_size
-            require(has_room, "a request goes on behind its last block")
+            require(num_used <= len(request.block_ids), "a request goes on behind its last block")
+            row[:num_used] = request.block_ids[:num_used]
         logits_BV = torch.empty(len(requests), self.num_vocab)
         self._decoder.step(
             np.array([request.generated[-1] for request in requests], np.int32),

@@ -80,5 +80,5 @@ def _rule_of(request: Request) -> tuple[float, int, float, float, float]:
         min(max(0, params.top_k), _INT32_MAX),  # no vocabulary is larger
         params.top_p,
         math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
-        uniform(params.seed, len(request.generated)),
+        uniform(params.seed or 0, len(request.generated)),
     )

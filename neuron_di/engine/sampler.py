@@ -108,7 +108,7 @@ def _sample_row(raw_V: Floats, request: Request, eos_token_ids: tuple[int, ...])
     if params.temperature < TEMPERATURE_MIN:
         token_id = best
     else:
-        token_id = _draw(logits_V, best, params, uniform(params.seed, index))
+        token_id = _draw(logits_V, best, params, uniform(params.seed or 0, index))
     if params.logprobs is None:
         return SampledToken(token_id)
     return SampledToken(token_id, raw_logprobs(raw_V, token_id, params.logprobs))

@@ -1,6 +1,7 @@
 """From token ids to text that may be sent: whole characters only, nothing of a stop string."""
 
 import codecs
+from collections.abc import Sequence
 
 from neuron_di.request.tokenizer import Tokenizer
 
@@ -9,10 +10,11 @@ class OutputText:
     """The text of one request's output, token by token. A function of the ids and nothing else,
     so a decode worker that pushes token 0 again holds back what the prefill worker held back.
 
-    What all `push` return and then `flush`, put together, is `tokenizer.decode` of all ids, cut
-    before the first stop string. *First* is the one whose last character comes first; of several
-    that end at the same character, the longest. This doesn't depend on how the text is split
-    into tokens. A stop string that ends before token number `min_tokens` does not count.
+    What all `push` return and then `flush`, put together, is what the ids add to
+    `tokenizer.decode` of the prompt's, cut before the first stop string. *First* is the one whose
+    last character comes first; of several that end at the same character, the longest. This
+    doesn't depend on how the text is split into tokens. A stop string that ends before token
+    number `min_tokens` does not count.
 
     `stop_hit` is the stop string that was found. From then on there is no more text. With
     `include_stop` the text is cut behind it.
@@ -26,6 +28,7 @@ class OutputText:
         skip_special_tokens: bool,
         min_tokens: int,
         include_stop: bool = False,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         self.stop_hit: str | None = None
         self._tokenizer = tokenizer
@@ -33,7 +36,11 @@ class OutputText:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._num_tokens = 0
-        self._at_start = True
+        # Where some tokenizers drop a space. A prompt that has any text is the start.
+        self._at_start = not any(
+            tokenizer.has_text(token_id, skip_special_tokens=skip_special_tokens)
+            for token_id in prompt_ids
+        )
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_StopMatcher(text) for text in dict.fromkeys(stop)]
         self._held = ""  # whole characters that may be the beginning of a stop string

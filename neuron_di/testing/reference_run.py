@@ -50,6 +50,7 @@ def reference_answer(
             stop=sampling.stop,
             skip_special_tokens=sampling.skip_special_tokens,
             min_tokens=sampling.min_tokens,
+            prompt_ids=prompt_ids,
         ),
     )
     kv = [0]

@@ -49,7 +49,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when a request ends. Checked by `request.check_sampling`.
 
-    `seed` is set by whoever starts the request, so that both legs draw the same numbers.
+    `seed` is set by whoever starts the request, so that both legs draw the same numbers. A worker
+    takes None for 0.
     `max_tokens` None means: as many as the context holds. With `fits_context` more than that is
     cut to it, where it is refused otherwise: nobody asked for so many.
     `logprobs` is the number of alternatives to report per token; None reports nothing.
@@ -64,7 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

@@ -44,7 +44,7 @@ def check_sampling(params: SamplingParams, num_vocab: int | None = None) -> None
         raise _out_of_range("frequency_penalty", -2, 2)
     if not REPETITION_PENALTY_MIN <= params.repetition_penalty <= 2:
         raise _out_of_range("repetition_penalty", REPETITION_PENALTY_MIN, 2)
-    if not _SEED_MIN <= params.seed <= _SEED_MAX:
+    if params.seed is not None and not _SEED_MIN <= params.seed <= _SEED_MAX:
         raise _out_of_range("seed", _SEED_MIN, _SEED_MAX)
     if params.top_k < 0:
         raise BadRequest("top_k must be 0 (off) or more", param="top_k")

@@ -140,7 +140,7 @@ class DecodeWorker:
             max_tokens=resolve_max_tokens(
                 leg.sampling, num_prompt, self._prompts.context_of(leg.context_tokens)
             ),
-            output=self._prompts.output_text(leg.sampling),
+            output=self._prompts.output_text(leg.sampling, ready.prompt_ids),
             given=ready.generated,
             num_prefilled=ready.num_tokens,
             rules=rules,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,7 +86,7 @@ class PromptReader:
             prompt_ids=prompt.token_ids,
             sampling=leg.sampling,
             max_tokens=max_tokens,
-            output=self.output_text(leg.sampling),
+            output=self.output_text(leg.sampling, prompt.token_ids),
             given=leg.emitted,
             rules=rules,
             begins_in_reasoning=prompt.begins_in_reasoning,
@@ -98,7 +99,7 @@ class PromptReader:
         """Tokens that one request's prompt and answer may have together."""
         return min(leg_context_tokens or self.context_tokens, self.context_tokens)
 
-    def output_text(self, sampling: SamplingParams) -> OutputText:
+    def output_text(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> OutputText:
         """Fresh output state: text starts with token 0, on whichever worker it is built."""
         return OutputText(
             self.tokenizer,
@@ -106,6 +107,7 @@ class PromptReader:
             skip_special_tokens=sampling.skip_special_tokens,
             min_tokens=sampling.min_tokens,
             include_stop=sampling.include_stop_str_in_output,
+            prompt_ids=prompt_ids,
         )
 
     def read_prompt(

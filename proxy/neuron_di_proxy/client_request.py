@@ -62,6 +62,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         if repeat and options.report:  # the prompt's first answer brings it: see `SharedReports`
             options = msgspec.structs.replace(options, report=False, logprobs=None)
         if step := repeat if self.has_seed else index:
+            assert sampling.seed is not None, "its own, or drawn"
             seed = (sampling.seed + step + (1 << 63)) % (1 << 64) - (1 << 63)  # stays an int64
             sampling = msgspec.structs.replace(sampling, seed=seed)
         return ChoiceRequest(

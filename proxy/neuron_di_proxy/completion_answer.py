@@ -107,6 +107,18 @@ class AlikeOfPrompt:
         return self._listed
 
 
+def _text_bytes(text: str, known: Sequence[TokenLogprobs]) -> tuple[bytes, int]:
+    """The bytes that a prompt's text is read from, and how many of them are these tokens'.
+
+    A client's ids may spell broken characters, whose bytes the text does not tell.
+    """
+    told = b"".join(bytes(entry.chosen.token_bytes) for entry in known)
+    read = told.decode(errors="replace")
+    if "\ufffd" in read and text.endswith(read):
+        return text.removesuffix(read).encode() + told, len(told)
+    return text.encode(), len(told)
+
+
 class _Logprobs:
     """Parallel lists over tokens. An offset is where in the choice's text a token starts."""
 
@@ -137,11 +149,11 @@ class _Logprobs:
         """The tokens of an echoed prompt. The first has no logprob: nothing comes before it."""
         if prompt.logprobs is None:
             return
-        text = prompt.text.encode()
         known = [entry for entry in prompt.logprobs if entry is not None]
+        text, num_known = _text_bytes(prompt.text, known)
         # Found from the end: a token before the text, or a space that only its first word's token
         # has, would shift all others. Below zero is before the text.
-        end = len(text) - sum(len(entry.chosen.token_bytes) for entry in known)
+        end = len(text) - num_known
         # Offsets count characters, and a token may end inside of one.
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         first = characters.decode(text[: max(0, end)])

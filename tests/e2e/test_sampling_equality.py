@@ -86,3 +86,12 @@ async def test_no_seed_is_a_new_seed_for_both_legs(llama_1p1d: Client) -> None:
 
 def _content(answer: Answer) -> tuple[str, list[str], list[float], str]:
     return answer.text, answer.labels, answer.logprobs, answer.finish_reason
+
+
+async def test_offline_prompts_without_a_seed_draw_numbers_of_their_own(llama_llm: LLM) -> None:
+    prompts = ["def main("] * 4
+    drawn = [each.text for each in llama_llm.generate(prompts, SamplingParams(max_tokens=20))]
+    drawn += [each.text for each in llama_llm.generate(prompts, SamplingParams(max_tokens=20))]
+    assert len(set(drawn)) == 8
+    seeded = llama_llm.generate(prompts, SamplingParams(max_tokens=20, seed=0))
+    assert len({each.text for each in seeded}) == 1

@@ -113,10 +113,9 @@ def _draw_row(
         least = -1.0  # all that weigh more are kept, and of those that weigh as much the first
         above = total
         if has_top_p:
-            needed = top_p * total
-            if not has_top_k:  # the row's total was summed in another order: never ask for more
-                held = mass_above(source, num, peak, temperature, limit, -1.0, TILE_X)
-                needed = tl.minimum(needed, held)
+            # No more than there is as summed here: `total` may be a sum in another order.
+            held = mass_above(source, num, peak, temperature, limit, -1.0, TILE_X)
+            needed = tl.minimum(top_p * total, held)
             least = least_kept(source, num, peak, temperature, limit, needed, TILE_X)
             above = mass_above(source, num, peak, temperature, limit, least, TILE_X)
             total = above + tl.maximum(tl.ceil((needed - above) / least), 1.0) * least

@@ -304,14 +304,6 @@ def test_a_choice_has_its_prompt_and_its_seed():
     assert [each.sampling for each in choices[3:]] == [each.sampling for each in alone]
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_without_a_seed_no_two_answers_are_drawn_alike_be_their_prompts_equal(n):
-    given = completion(prompt=["a"] * 4, n=n)
-    seeds = [given.choice(index).sampling.seed for index in range(4 * n)]
-    assert len(set(seeds)) == 4 * n
-    assert seeds[0] == given.sampling.seed
-
-
 def test_prompts_count_as_choices():
     assert completion(prompt=["a"] * 4, n=2).num_choices == 8
     with pytest.raises(BadRequest) as error:

@@ -276,3 +276,11 @@ def test_a_worker_learns_which_field_asks_for_the_prompts_logprobs(fields, param
     options = completion(**fields).options
     assert (options.logprobs, options.logprobs_param) == (3, param)
     assert chat(prompt_logprobs=3).options.logprobs_param == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_without_a_seed_no_two_answers_are_drawn_alike_be_their_prompts_equal(n):
+    given = completion(prompt=["a"] * 4, n=n)
+    seeds = [given.choice(index).sampling.seed for index in range(4 * n)]
+    assert len(set(seeds)) == 4 * n
+    assert seeds[0] == given.sampling.seed

@@ -61,6 +61,15 @@ def test_only_the_echo_is_shown_when_no_token_was_asked_for():
         ("Hi you", [1, 2, 3], [b"Hi", b" you"], [""], [0, 0, 2]),
         # A tokeniser that puts a space before the first word.
         ("Hi you", [1, 2, 3], [b" Hi", b" you"], [""], [0, 0, 2]),
+        # Ids that spell no whole characters.
+        ("abc\ufffd", [97, 98, 99, 128], [b"b", b"c", b"\x80"], ["a"], [0, 1, 2, 3]),
+        (
+            "\ufffda\ufffd\ufffdb",
+            [128, 97, 129, 130, 98],
+            [b"a", b"\x81", b"\x82", b"b"],
+            ["\ufffd"],
+            [0, 1, 2, 3, 4],
+        ),
     ],
 )
 def test_an_echo_has_logprobs_and_offsets_of_its_own(text, ids, entries, tokens, offsets):

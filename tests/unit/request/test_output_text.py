@@ -29,9 +29,13 @@ def cut_at_first_stop(text, stop):
     return text, None
 
 
-def make_output(kind, stop=(), *, skip=True, min_tokens=0):
+def make_output(kind, stop=(), *, skip=True, min_tokens=0, prompt_ids=()):
     return OutputText(
-        make_tokenizer(kind), stop=stop, skip_special_tokens=skip, min_tokens=min_tokens
+        make_tokenizer(kind),
+        stop=stop,
+        skip_special_tokens=skip,
+        min_tokens=min_tokens,
+        prompt_ids=prompt_ids,
     )
 
 
@@ -224,6 +228,31 @@ def test_a_stop_string_that_is_included_is_the_last_of_the_text(kind, ids, stop)
     texts = ["".join(map(output.push, ids)) + output.flush() for output in (cut, whole)]
     assert whole.stop_hit == cut.stop_hit
     assert texts[1] == texts[0] + (cut.stop_hit or "")
+
+
+@kinds
+@given(prompt=st.one_of(st.just(""), letters), text=letters, skip=st.booleans())
+@example(prompt="a", text=" b", skip=True)
+@example(prompt="", text=" b", skip=True)
+def test_the_text_is_what_the_ids_add_to_the_prompts(kind, prompt, text, skip):
+    tokenizer = make_tokenizer(kind)
+    prompt_ids = tokenizer.encode(prompt)
+    ids = [i for i in tokenizer.encode("x" + text) if not tokenizer.is_special(i)]
+    output = make_output(kind, skip=skip, prompt_ids=prompt_ids)
+    written = "".join(map(output.push, ids)) + output.flush()
+    before = tokenizer.decode(prompt_ids, skip_special_tokens=skip)
+    assert before + written == tokenizer.decode(prompt_ids + ids, skip_special_tokens=skip)
+
+
+def test_the_first_word_keeps_its_space_behind_a_prompt():
+    tokenizer = make_tokenizer("sentencepiece")
+    (space,) = (i for i in range(tokenizer.num_vocab) if tokenizer.token_piece(i) == "▁")
+    word = tokenizer.encode("a", add_special_tokens=False)[-1]
+    special = next(i for i in range(tokenizer.num_vocab) if tokenizer.is_special(i))
+    for prompt_ids, expected in (((word,), " a"), ((special, word), " a"), ((special,), "a")):
+        output = make_output("sentencepiece", stop=(" a",), prompt_ids=prompt_ids)
+        text = output.push(space) + output.push(word) + output.flush()
+        assert (text, output.stop_hit) == (("", " a") if expected == " a" else ("a", None))
 
 
 @kinds

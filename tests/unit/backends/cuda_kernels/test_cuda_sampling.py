@@ -44,7 +44,7 @@ def rules_of(params, uniforms):
 
 def choose_rows(rows, params, uniforms=None):
     """What the device chooses, after the reference in torch has agreed."""
-    uniforms = uniforms or [uniform(one.seed, 0) for one in params]
+    uniforms = uniforms or [uniform(one.seed or 0, 0) for one in params]
     logits = torch.tensor(np.asarray(rows, np.float32), device=DEVICE)
     rules = rules_of(params, uniforms)
     tokens, is_usable = choose(logits, rules)
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_the_engines_sampler(num_vocab):
     assert len({one.temperature > 0 for one in params}) == 2
     tokens = choose_rows(rows, params)
     for row, one, token in zip(rows, params, tokens, strict=True):
-        assert token in hosts_tokens(row, one, uniform(one.seed, 0)), one
+        assert token in hosts_tokens(row, one, uniform(one.seed or 0, 0)), one
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
@@ -148,8 +148,8 @@ def test_a_top_p_that_leaves_out_less_than_sums_are_rounded_by():
             rows.append(row)
     one = SamplingParams(temperature=1.0, top_p=top_p)
     tokens = choose_rows(rows, [one] * 4, [0.1, 0.3, 0.6, 0.9])
-    for row, token, uniform in zip(rows, tokens, [0.1, 0.3, 0.6, 0.9], strict=True):
-        assert token in hosts_tokens(row, one, uniform)
+    for row, token, number in zip(rows, tokens, [0.1, 0.3, 0.6, 0.9], strict=True):
+        assert token in hosts_tokens(row, one, number)
 
 
 def test_of_equal_logits_the_lowest_id_is_the_best():
