@@ -7,7 +7,8 @@ moving a block is one copy, and so is a run of blocks.
 """
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Self
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -32,6 +33,10 @@ class KvLayout:
     def num_replicas(self) -> int:
         """Ranks that hold the same heads. They are neighbours."""
         return max(1, self.num_ranks // self.num_kv_heads)
+
+    def without_replicas(self) -> Self:
+        """The same with each head once: how KV lies in landing memory."""
+        return replace(self, num_ranks=self.num_ranks // self.num_replicas)
 
     def heads_of(self, rank: int) -> range:
         """The model's KV heads that this rank holds, in their order there."""

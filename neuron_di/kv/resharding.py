@@ -56,8 +56,9 @@ class Resharding:
         self.destination = destination
         self._source_token_bytes = source.head_dim * DTYPE_BYTES[source.dtype]
         self._destination_token_bytes = destination.head_dim * DTYPE_BYTES[destination.dtype]
+        self.landing = source.without_replicas()
         self._used_rows = _used_rows(source)
-        self._source_rows, self._destination_rows = _row_pairs(source, destination)
+        self._landing_rows, self._destination_rows = _row_pairs(self.landing, destination)
 
     @property
     def is_identity(self) -> bool:
@@ -66,34 +67,35 @@ class Resharding:
 
     def landing_bytes(self, num_tokens: int) -> int:
         """Bytes of landing memory that this many tokens need."""
-        return self.source.num_blocks_for(num_tokens) * self.source.block_bytes
+        return self.landing.num_blocks_for(num_tokens) * self.landing.block_bytes
 
     def landing_runs(self, source_ids: BlockIds, num_tokens: int) -> Runs:
         """From the source's pool into landing memory: block source_ids[i] as its block i.
 
-        Bytes keep their place in the block; what holds no token, and further replicas of a head,
-        stay out. LocalProtocolError for too many or too few blocks.
+        Blocks there are of the layout `landing`. What holds no token, and further replicas of a
+        head, stay out. LocalProtocolError for too many or too few blocks.
         """
         layout = self.source
         sources = as_ids(source_ids)
         if len(sources) != layout.num_blocks_for(num_tokens):
             raise LocalProtocolError(f"{len(sources)} blocks for {num_tokens} tokens")
         num_full, num_last = divmod(num_tokens, layout.block_size)
-        landings = np.arange(len(sources), dtype=np.int64) * layout.block_bytes
+        landings = np.arange(len(sources), dtype=np.int64) * self.landing.block_bytes
         sources = sources * layout.block_bytes
         if layout.num_replicas == 1:
             parts, part_bytes = np.zeros(1, np.int64), layout.block_bytes
         else:
-            ranks = np.arange(0, layout.num_ranks, layout.num_replicas, dtype=np.int64)
+            ranks = np.arange(self.landing.num_ranks, dtype=np.int64)
             parts, part_bytes = ranks * layout.rank_bytes, layout.rank_bytes
+        source_parts = parts * layout.num_replicas
         num_parts = num_full * len(parts)
         lengths = np.full(
             num_parts + (len(sources) - num_full) * len(self._used_rows), part_bytes, np.int64
         )
         lengths[num_parts:] = num_last * self._source_token_bytes
         runs = Runs(
-            source_offsets=_offsets(sources, num_full, parts, self._used_rows),
-            destination_offsets=_offsets(landings, num_full, parts, self._used_rows),
+            source_offsets=_offsets(sources, num_full, source_parts, self._used_rows),
+            destination_offsets=_offsets(landings, num_full, parts, _used_rows(self.landing)),
             lengths=lengths,
         )
         # Between heads that are moved lie the replicas that are not: then there are no neighbours.
@@ -134,11 +136,11 @@ class Resharding:
             source_address=landing.address,
             destination_spans=ids[spans.destination_blocks] * self.destination.block_bytes
             + spans.destination_tokens * self._destination_token_bytes,
-            source_spans=spans.source_blocks * self.source.block_bytes
+            source_spans=spans.source_blocks * self.landing.block_bytes
             + spans.source_tokens * self._source_token_bytes,
             span_tokens=spans.counts,
             destination_rows=self._destination_rows,
-            source_rows=self._source_rows,
+            source_rows=self._landing_rows,
             num_dims=self.source.head_dim,
             destination=_grain(self.destination),
             source=_grain(self.source),
@@ -163,12 +165,13 @@ def _grain(layout: KvLayout) -> Grain:
 
 def _row_pairs(source: KvLayout, destination: KvLayout) -> tuple[Ints, Ints]:
     """For each head of K and V of each layer on each rank of the destination, in the order in
-    which they lie there: its offset in a block of the source, and of the destination."""
+    which they lie there: its offset in a block of the source, which has each head once, and of the
+    destination."""
     ranks = range(destination.num_ranks)
     heads = np.array([destination.heads_of(rank) for rank in ranks], np.int64)
     layers = np.arange(source.num_layers * 2, dtype=np.int64)  # K and V are like two layers
     in_rank = layers[:, None] * source.num_rank_heads + (heads % source.num_rank_heads)[:, None]
-    holder = heads // source.num_rank_heads * source.num_replicas  # its first replica
+    holder = heads // source.num_rank_heads
     source_rows = holder[:, None] * source.rank_bytes + in_rank * _row_bytes(source)
     num_rows = len(ranks) * len(layers) * destination.num_rank_heads
     destination_rows = np.arange(num_rows, dtype=np.int64) * _row_bytes(destination)

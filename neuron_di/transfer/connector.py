@@ -98,7 +98,7 @@ class NeuronConnector:
             if options.has_directory:
                 self.admission.set_owners({})
         self.counters = HandOverCounters()
-        self.landing = _landing(lanes, pool, options)
+        self.landing = _landing(lanes, pool, options, local.context_tokens)
         self.connection_dict: dict[tuple[str, int, Incarnation], RecvBuffer] = {}
         self._retired: list[RecvBuffer] = []  # each until its last request is over
         self._trials: list[RecvBuffer] = []  # beside a buffer whose lane is a fallback
@@ -285,11 +285,15 @@ class NeuronConnector:
         self._transport.wait_closed()
 
 
-def _landing(lanes: LaneSet, pool: KvPool, options: ConnectorOptions) -> Landing:
+def _landing(
+    lanes: LaneSet, pool: KvPool, options: ConnectorOptions, context_tokens: int
+) -> Landing:
     if options.landing_bytes is not None:
         return Landing(lanes, options.landing_bytes)
     # Of this worker's blocks: an arena's `memory()` is that of all workers.
-    pool_bytes = LANDING_SHARE * pool.num_blocks * pool.layout.block_bytes
-    return Landing(
-        lanes, min(pool_bytes, LANDING_BYTES), min(pool_bytes, options.landing_bytes_max)
-    )
+    block_bytes = LANDING_SHARE * pool.layout.block_bytes
+    pool_bytes = pool.num_blocks * block_bytes
+    # Whoever connects first, the longest prompt of any peer should find room.
+    longest_bytes = pool.layout.num_blocks_for(context_tokens) * block_bytes
+    size_bytes = max(LANDING_BYTES, min(longest_bytes, options.landing_bytes_max))
+    return Landing(lanes, min(pool_bytes, size_bytes), min(pool_bytes, options.landing_bytes_max))

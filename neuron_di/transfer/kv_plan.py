@@ -106,16 +106,16 @@ def _block_runs(
 def layer_runs(layout: KvLayout, layer: int, source_ids: BlockIds, first_block: int) -> Runs:
     """One layer of these blocks, replicated heads once, from a pool into landing memory.
 
-    Block source_ids[i] is the landing memory's block `first_block` + i, and bytes keep their place
-    in the block.
+    Block source_ids[i] is the landing memory's block `first_block` + i.
     """
-    sources = as_ids(source_ids)
+    sources, landing = as_ids(source_ids), layout.without_replicas()
     layer_bytes = layout.rank_bytes // layout.num_layers
-    ranks = np.arange(0, layout.num_ranks, layout.num_replicas, dtype=np.int64)
+    ranks = np.arange(landing.num_ranks, dtype=np.int64)
+    source_parts = ranks * layout.num_replicas * layout.rank_bytes + layer * layer_bytes
     parts = ranks * layout.rank_bytes + layer * layer_bytes
     landings = np.arange(first_block, first_block + len(sources), dtype=np.int64)
     return Runs(
-        source_offsets=(sources[:, None] * layout.block_bytes + parts).ravel(),
-        destination_offsets=(landings[:, None] * layout.block_bytes + parts).ravel(),
+        source_offsets=(sources[:, None] * layout.block_bytes + source_parts).ravel(),
+        destination_offsets=(landings[:, None] * landing.block_bytes + parts).ravel(),
         lengths=np.full(len(sources) * len(parts), layer_bytes, np.int64),
     )

@@ -220,8 +220,9 @@ class KvReceiver:
         with self._pool.hold():
             if entry.room is not None:
                 memory, block_ids = entry.room.memory, range(len(ready.block_ids) - held)
+                landing = self.layout.without_replicas()
                 digests = block_digests(
-                    memory, block_ids, identity, self.layout, num_tokens, first_place=held
+                    memory, block_ids, identity, landing, num_tokens, first_place=held
                 )
             else:
                 adopted = copied.adopted_ids

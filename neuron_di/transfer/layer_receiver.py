@@ -177,7 +177,7 @@ class LayerReceiver:
         placing.add_done_callback(on_end)
 
     def _open(self, key: Key, num_blocks: int) -> _Stream | None:
-        layout = self._receiver.layout
+        layout = self._receiver.layout.without_replicas()
         room = self._landing.take(num_blocks * layout.block_bytes, partial(self._recall, key))
         if room is None:
             return None

@@ -100,10 +100,11 @@ def test_tokens_arrive_where_attention_reads_them(way, layouts, num_tokens, seed
     assert runs.num_bytes == kv.nbytes  # used tokens only, each head once
     move_flat(runs, pool, landing)
 
-    def digests(memory, ids):
-        return block_digests(memory_of(memory), ids, IDENTITY, source, num_tokens)
+    def digests(layout, memory, ids):
+        return block_digests(memory_of(memory), ids, IDENTITY, layout, num_tokens)
 
-    assert digests(landing, range(len(source_ids))) == digests(pool, source_ids)
+    there = digests(source, pool, source_ids)
+    assert digests(resharding.landing, landing, range(len(source_ids))) == there
 
     own = noise(NUM_BLOCKS * destination.block_bytes, 3)
     expected = own.copy()
@@ -261,6 +262,14 @@ def test_nothing_is_read_outside_of_the_landing_memory():
 def test_blocks_that_do_not_fit_the_tokens_are_refused(ids, num_tokens):
     with pytest.raises(LocalProtocolError):
         Resharding(LAYOUT, LAYOUT).landing_runs(ids, num_tokens)
+
+
+def test_landing_memory_has_each_head_once():
+    for num_ranks in (1, 2, 4, 8, 32):
+        layout = replace(LAYOUT, num_kv_heads=4, num_ranks=num_ranks)
+        kv_bytes = 3 * replace(layout, num_ranks=1).block_bytes
+        resharding = Resharding(layout, replace(layout, num_ranks=1, block_size=8))
+        assert resharding.landing_bytes(3 * layout.block_size) == kv_bytes
 
 
 def test_an_empty_request_needs_no_memory():

@@ -17,7 +17,7 @@ from neuron_di.errors import (
     PeerGone,
     PeerRefused,
 )
-from neuron_di.transfer import ShmEngine
+from neuron_di.transfer import ShmEngine, connector
 from neuron_di.transfer.kv_receiver import KvReceiver
 from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import Done
@@ -122,11 +122,11 @@ def larger(cluster, **options):
     return cluster.decode(layout=replace(LAYOUT, block_size=8), **options)
 
 
-async def hands_over(prefill, decode, name="next", block_ids=(8, 9, 10)):
+async def hands_over(prefill, decode, name="next", block_ids=(8, 9, 10), own=None):
     ready = prefill.park(RequestId(name), block_ids)
     await decode.lookup(prefill, RequestId(name))
-    own = [BlockId(4), BlockId(5)][: len(block_ids) - 1]
-    return await end_of(decode.buffer(prefill).pull(ready, own))
+    own = [4, 5][: len(block_ids) - 1] if own is None else own
+    return await end_of(decode.buffer(prefill).pull(ready, list(map(BlockId, own))))
 
 
 async def test_landing_memory_is_made_when_it_is_needed(cluster, prefill):
@@ -241,6 +241,29 @@ async def test_a_prompt_that_never_fits_is_refused_by_the_options_name(cluster):
     await until(lambda: prefill.ended)
     assert isinstance(prefill.ended[0][1], KvMissing)  # it need not wait for its lease
     assert (await hands_over(prefill, decode, block_ids=(8, 9))).error() is None
+
+
+@pytest.mark.parametrize("stream_layers", ["on", "off"])
+async def test_replicas_of_a_head_take_no_room(cluster, stream_layers):
+    """A prompt as long as the decode worker's pool has what lands of 8 ranks with one head."""
+    source = replace(LAYOUT, num_layers=2, head_dim=64, num_ranks=8)
+    prefill = cluster.prefill(layout=source, stream_layers=stream_layers)
+    decode = cluster.decode(
+        layout=replace(source, num_ranks=1, block_size=8), stream_layers=stream_layers
+    )
+    token = await hands_over(prefill, decode, block_ids=range(NUM_BLOCKS), own=range(8))
+    assert token.error() is None
+
+
+async def test_whoever_connects_first_the_longest_prompt_has_room(cluster, monkeypatch):
+    monkeypatch.setattr(connector, "LANDING_BYTES", PAGE)
+    layout = replace(LAYOUT, num_layers=2, head_dim=64)
+    decode = cluster.decode(layout=layout, stream_layers="on", context_tokens=NUM_BLOCKS * 4)
+    alike = cluster.prefill(worker_id="a", layout=layout, stream_layers="on")
+    other = cluster.prefill(worker_id="b", layout=replace(layout, block_size=8))
+    await decode.buffer(alike).connect()
+    token = await hands_over(other, decode, block_ids=range(8), own=range(16))
+    assert token.error() is None
 
 
 async def start_two(cluster, prefill, **options):

@@ -137,6 +137,7 @@ class _Side:
         model_digest: str = "model",
         layout: KvLayout = LAYOUT,
         converts: bool = False,
+        context_tokens: int = 0,
         incarnation: Incarnation | None = None,
         make_pool: Callable[[KvLayout, int, Incarnation], KvPool] | None = None,
         make_transfer: Callable[[KvPool], TransferEngine] = ShmEngine,
@@ -149,6 +150,7 @@ class _Side:
             model_digest=model_digest,
             layout=layout,
             converts=converts,
+            context_tokens=context_tokens,
         )
         make = make_pool or KvPool.create
         self.pool = make(layout, NUM_BLOCKS, self.local.incarnation)
