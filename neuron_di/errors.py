@@ -75,6 +75,12 @@ class BadRequest(ClientError):
     """Raised when a request has a wrong or unsupported field. `param` names the field."""
 
 
+class ContextExceeded(BadRequest):
+    """Raised when a prompt, or it and its answer, are longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
 class Unauthorized(ClientError):
     """Raised when a request carries no valid API key."""
 

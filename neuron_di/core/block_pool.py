@@ -112,6 +112,6 @@ class BlockPool:
                 if self._state_of(block_id) == FOREIGN or accounted[block_id] != TAKEN:
                     raise LocalProtocolError(f"block {block_id} is free, owned twice or foreign")
                 accounted[block_id] = 1
-        require(all(accounted), f"{accounted.count(TAKEN)} blocks are neither free nor owned")
+        require(0 not in accounted, f"{accounted.count(TAKEN)} blocks are neither free nor owned")
         num_here = len(accounted) - accounted.count(FOREIGN)
         require(num_here == self.num_blocks, f"{num_here} blocks of {self.num_blocks} are here")

@@ -171,7 +171,7 @@ class Engine:
                 if not has_worked and self._scheduler.is_idle():
                     self._scheduler.check_integrity()
                 self.blocks = self._scheduler.count_blocks()
-        except Exception:  # our books are wrong: to compute on could give wrong answers
+        except BaseException:  # our books are wrong, or a library panicked: so could answers be
             _log.exception("engine_failed")
             self._give_up()
             has_worked = False

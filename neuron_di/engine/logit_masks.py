@@ -22,6 +22,9 @@ def restricted(raw_V: Floats, rules: TokenRules, request: Request) -> Floats:
     if rules.allowed_ids is not None:
         kept_V = np.full_like(logits_V, -np.inf)
         kept_V[rules.allowed_ids] = logits_V[rules.allowed_ids]
+        if rules.grammar is not None:  # what it has completed must be able to end
+            end_ids = rules.grammar.end_ids()
+            kept_V[end_ids] = logits_V[end_ids]
         logits_V = kept_V
     if rules.bad_words is not None:
         forbidden = rules.bad_words.completed_by(request.generated)

@@ -44,13 +44,12 @@ class PromptScores:
 
     def report(self) -> PromptReport:
         """All of it, once the prompt is computed."""
-        if self.needs_logits:
-            assert len(self._logprobs) == len(self._token_ids), "every position was read"
-        return PromptReport(
-            text=self._text,
-            token_ids=self._token_ids,
-            logprobs=self._logprobs if self.needs_logits else None,
-        )
+        report = PromptReport(text=self._text, token_ids=self._token_ids)
+        if not self.needs_logits:
+            return report
+        assert len(self._logprobs) == len(self._token_ids), "every position was read"
+        first = self._tokenizer.token_bytes(self._token_ids[0])
+        return replace(report, logprobs=self._logprobs, first_bytes=list(first))
 
 
 def _rank(raw_V: Floats, token_id: int) -> int:

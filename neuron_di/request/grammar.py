@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from neuron_di.errors import BadRequest, RemoteProtocolError
+from neuron_di.errors import BadRequest, NeuronDiError, RemoteProtocolError
+from neuron_di.obs import get_logger
 from neuron_di.request.free_text import Marker, StartTag
 from neuron_di.request.schema_refusal import check_schema, refusal_of
 from neuron_di.request.vocabulary import MaskedRow, Vocabulary
@@ -23,6 +24,8 @@ from neuron_di.wire import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
+
+_log = get_logger(__name__)
 
 COMPILED_MAX = 64  # grammars that are kept; the one that was not used for longest goes first
 
@@ -151,6 +154,14 @@ class GrammarState:
             )
         raise RemoteProtocolError("a given token id breaks the request's grammar")
 
+    def end_ids(self) -> npt.NDArray[np.intp]:
+        """Ids of the tokens that would end the answer now: none before the grammar is complete."""
+        is_free = self._free_text is not None and not self._free_text.is_opening
+        if is_free or not self._keeps_grammar or not self._matcher.is_accepting():
+            return np.empty(0, np.intp)
+        eos_ids = np.array(self._vocabulary.eos_token_ids, np.intp)
+        return eos_ids if self._stop_ids is None else np.concatenate((eos_ids, self._stop_ids))
+
     def _dead_end(self) -> BadRequest:
         reason = "cannot be satisfied"
         if not self._matcher.get_error().startswith(_NO_WAY_ON):
@@ -233,9 +244,19 @@ class GrammarCompiler:
         )
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":
+        self.num_compiled += 1
+        try:
+            return self._matcher_of(grammar)
+        except NeuronDiError:
+            raise
+        # A bug, and no worker is to blame: a client's schema led to it, whose words these may be.
+        except Exception as error:
+            _log.error("grammar_failed", error=type(error).__name__)
+            raise BadRequest(refusal_of(""), param=grammar.param) from None
+
+    def _matcher_of(self, grammar: Grammar) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits
 
-        self.num_compiled += 1
         limits = LLParserLimits(
             max_items_in_row=_ITEMS_MAX,
             initial_lexer_fuel=_LEXER_FUEL_FIRST,

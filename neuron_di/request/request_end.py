@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from neuron_di.errors import BadRequest
+from neuron_di.errors import BadRequest, ContextExceeded
 from neuron_di.request.request import Request
 from neuron_di.types import FinishReason
 from neuron_di.wire import SamplingParams
@@ -27,25 +27,28 @@ class TokenOutcome(NamedTuple):
     finish: Finish | None
 
 
-def resolve_max_tokens(params: SamplingParams, num_prompt: int, context_tokens: int) -> int:
+def resolve_max_tokens(
+    params: SamplingParams, num_prompt: int, context_tokens: int, *, param: str = "prompt"
+) -> int:
     """How many tokens this request may generate: at least 1.
 
-    Raises BadRequest when the prompt is empty, or when it and `max_tokens` do not fit.
+    Raises BadRequest when the prompt, the client's field `param`, is empty, and ContextExceeded
+    when it and `max_tokens` do not fit.
     """
     if num_prompt == 0:
-        raise BadRequest("the prompt is empty", param="prompt")
+        raise BadRequest("the prompt is empty", param=param)
     room = context_tokens - num_prompt
     if room < 1:
-        raise BadRequest(
+        raise ContextExceeded(
             f"the prompt has {num_prompt} tokens, the context holds {context_tokens}, "
             "of which at least 1 is for the answer",
-            param="prompt",
+            param=param,
         )
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if params.fits_context:
         max_tokens = min(max_tokens, room)
     if max_tokens > room:
-        raise BadRequest(
+        raise ContextExceeded(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, the context "
             f"holds {context_tokens}: max_tokens can be at most {room}",
             param="max_tokens",

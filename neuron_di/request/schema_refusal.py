@@ -55,6 +55,8 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _EXACT_MAX = 1 << 53  # the library has numbers as doubles, as most readers of JSON have
+# What 64 bits hold, which is meant as that range, and not to the last unit.
+_RANGES = ((1 << 63) - 1, (1 << 64) - 1)
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _DIGITS = 9  # of a count that are read: more are far beyond every limit
 
@@ -141,10 +143,9 @@ def _check_numbers(part: dict[str, Any], param: str) -> None:
             _refuse("a number in its `const` or `enum` is beyond 2**53: write it as a text", param)
     for keyword in _LIMITS:
         limit = part.get(keyword)
-        if not isinstance(limit, int) or abs(limit) <= _EXACT_MAX:
+        if not isinstance(limit, int) or abs(limit) <= _EXACT_MAX or limit in _RANGES:
             continue
-        # What 64 bits hold is meant as that range, and not to the last unit.
-        if int(float(limit)) - limit not in (0, 1):
+        if abs(limit) > max(_RANGES) or int(float(limit)) != limit:
             _refuse(f"its `{keyword}` is beyond 2**53 and would be rounded", param)
 
 

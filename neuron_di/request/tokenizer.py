@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 import tokenizers
 from tokenizers.decoders import ByteLevel
+from tokenizers.decoders import Sequence as DecoderSequence
 
 from neuron_di.errors import BadRequest, CheckpointError
 from neuron_di.request.chat_template import ChatExtras, ChatTemplate
@@ -51,7 +52,7 @@ class Tokenizer:
         # Tags are read by whoever takes an answer apart, also where they are special.
         tags = template_traits(self.chat_template_source).tags
         self._hidden_ids = self._special_ids - {backend.token_to_id(tag) for tag in tags}
-        self._is_byte_level = isinstance(backend.decoder, ByteLevel)
+        self._is_byte_level = _is_byte_level(backend)
         self._byte_of_id = {} if self._is_byte_level else _byte_tokens(backend)
         self._anchor = [] if self._is_byte_level else self._find_anchor()
         self._bytes_of_id: dict[int, bytes] = {}
@@ -180,6 +181,14 @@ class Tokenizer:
             if self._decode_exactly([token_id]).isalnum():
                 return [token_id]
         return []
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Whether its decoder is ByteLevel, be it the only one of a sequence."""
+    if not isinstance(backend.decoder, DecoderSequence):
+        return isinstance(backend.decoder, ByteLevel)
+    steps = json.loads(backend.to_str())["decoder"]["decoders"]
+    return [step["type"] for step in steps] == ["ByteLevel"]
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, bytes]:

@@ -192,11 +192,13 @@ REPORTED_LOGPROBS_MAX = 65_536
 
 
 class PromptReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A prompt as the worker read it. `logprobs` are one per token, None for the first."""
+    """A prompt as the worker read it. `logprobs` are one per token, None for the first, of which
+    `first_bytes` are its bytes."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
+    first_bytes: list[int] = []
 
     def __repr__(self) -> str:
         return f"PromptReport({len(self.token_ids)} tokens)"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from neuron_di.errors import BadRequest, RemoteProtocolError
+from neuron_di.errors import BadRequest, ContextExceeded, RemoteProtocolError
 from neuron_di.request import (
     ChatExtras,
     OutputText,
@@ -78,7 +78,11 @@ class PromptReader:
             raise RemoteProtocolError("an emitted token id is outside of the vocabulary")
         context_tokens = self.context_of(leg.context_tokens)
         prompt = _shortened(prompt, leg.options.keep_last_tokens)
-        max_tokens = resolve_max_tokens(leg.sampling, len(prompt.token_ids), context_tokens)
+        num_prompt, param = (
+            len(prompt.token_ids),
+            "prompt" if leg.endpoint == "completions" else "messages",
+        )
+        max_tokens = resolve_max_tokens(leg.sampling, num_prompt, context_tokens, param=param)
         rules = await self.rules_of(leg.sampling)
         request = Request(
             leg.request_id,
@@ -158,7 +162,7 @@ class PromptReader:
     def _bounded_ids(self, ids: object, options: PromptOptions) -> list[int]:
         if isinstance(ids, list) and len(ids) > self.context_tokens:
             if options.keep_last_tokens is None:
-                raise BadRequest(
+                raise ContextExceeded(
                     f"the prompt has {len(ids)} tokens, the context holds {self.context_tokens}",
                     param="prompt",
                 )

@@ -107,16 +107,17 @@ class AlikeOfPrompt:
         return self._listed
 
 
-def _text_bytes(text: str, known: Sequence[TokenLogprobs]) -> tuple[bytes, int]:
-    """The bytes that a prompt's text is read from, and how many of them are these tokens'.
+def _text_bytes(prompt: PromptReport, known: Sequence[TokenLogprobs]) -> tuple[bytes, int]:
+    """The bytes that a prompt's tokens spell, and how many of them are those of all but the first.
 
-    A client's ids may spell broken characters, whose bytes the text does not tell.
+    They are its text's, if these end it: a token before the text adds nothing to it, and some
+    tokenizers put a space before it. Where broken or normalized characters are spelled they are
+    not, and the text tells nothing about them.
     """
-    told = b"".join(bytes(entry.chosen.token_bytes) for entry in known)
-    read = told.decode(errors="replace")
-    if "\ufffd" in read and text.endswith(read):
-        return text.removesuffix(read).encode() + told, len(told)
-    return text.encode(), len(told)
+    text, told = prompt.text.encode(), b"".join(bytes(entry.chosen.token_bytes) for entry in known)
+    if text.endswith(told) or told == b" " + text:
+        return text, len(told)
+    return bytes(prompt.first_bytes) + told, len(told)
 
 
 class _Logprobs:
@@ -150,7 +151,7 @@ class _Logprobs:
         if prompt.logprobs is None:
             return
         known = [entry for entry in prompt.logprobs if entry is not None]
-        text, num_known = _text_bytes(prompt.text, known)
+        text, num_known = _text_bytes(prompt, known)
         # Found from the end: a token before the text, or a space that only its first word's token
         # has, would shift all others. Below zero is before the text.
         end = len(text) - num_known

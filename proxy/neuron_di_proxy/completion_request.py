@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from neuron_di.errors import BadRequest
+from neuron_di.errors import BadRequest, ContextExceeded
 from neuron_di.wire import PromptOptions
 from neuron_di.wire.legs import REPORTED_LOGPROBS_MAX
 from neuron_di_proxy.choice_request import BYTES_PER_TOKEN
@@ -192,7 +192,7 @@ def _check_fits(prompt: msgspec.Raw, traits: ModelTraits) -> None:
         return
     num_prompt = _num_ids(prompt)
     if num_prompt >= traits.context_tokens:
-        raise BadRequest(
+        raise ContextExceeded(
             f"the prompt has {num_prompt} tokens, the context holds {traits.context_tokens}, "
             "of which at least 1 is for the answer",
             param="prompt",

@@ -22,7 +22,7 @@ def as_part(schema: dict[str, Any], base: str) -> Any:
             reference = reference.removeprefix(name) or "#"
         if reference == "#" or reference.startswith("#/"):
             return base + reference[1:]
-        return anchors.get(reference.removeprefix("#"), reference)
+        return anchors.get(reference[1:], reference) if reference.startswith("#") else reference
 
     _find_anchors(schema, base, anchors)
     return _with_references(schema, found)

@@ -51,13 +51,18 @@ def test_stop_without_the_thread_frees_every_block(make_rig):
     assert rig.blocks.num_free == NUM_BLOCKS
 
 
-def test_a_turn_that_fails_breaks_all(make_rig, monkeypatch):
+class Panic(BaseException):
+    """As libraries in Rust raise it: no Exception."""
+
+
+@pytest.mark.parametrize("error", [LocalProtocolError("integrity lost"), Panic()])
+def test_a_turn_that_fails_breaks_all(make_rig, monkeypatch, error):
     rig = make_rig("both")
     rig.engine.submit(rig.request("a"))
     rig.turn()
 
     def fail():
-        raise LocalProtocolError("integrity lost")
+        raise error
 
     monkeypatch.setattr(rig.scheduler, "schedule", fail)
     before = rig.engine.blocks

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_di.engine import sampler
+from neuron_di.engine.logit_masks import restricted
 from neuron_di.engine.sampler import sample
 from neuron_di.errors import BadRequest, LocalProtocolError
 from neuron_di.request import OutputText, Request, Tokenizer, TokenRuleMaker
@@ -75,6 +76,17 @@ def test_only_allowed_ids_are_chosen(kit):
         for seed in range(30)
     }
     assert drawn == {401, 402}
+
+
+def test_an_answer_that_is_complete_may_end_whatever_is_allowed(kit):
+    grammar = Grammar(kind="choice", value='["ab"]')
+    request = kit.request(grammar=grammar, allowed_token_ids=(17,), stop_token_ids=(401,))
+    for token_id in kit.tokenizer.encode("ab", add_special_tokens=False):
+        with pytest.raises(BadRequest):
+            restricted(kit.row({}).numpy()[0], request.rules, request)
+        assert not request.rules.grammar.accept(token_id)
+    row_V = restricted(kit.row({}).numpy()[0], request.rules, request)
+    assert set(np.flatnonzero(np.isfinite(row_V)).tolist()) == {EOS, 0, 401}
 
 
 def test_a_bad_word_is_not_completed(kit):

@@ -138,8 +138,10 @@ def test_a_long_chunks_logits_are_made_a_few_rows_at_a_time(
 
 
 def test_a_prompt_of_one_token_has_no_logprobs(make_rig) -> None:
-    report = first_token(make_rig("prefill"), PromptWish("x", 5), [7]).prompt
-    assert report == PromptReport(text="x", token_ids=[7], logprobs=[None])
+    rig = make_rig("prefill")
+    report = first_token(rig, PromptWish("x", 5), [7]).prompt
+    first = list(rig.tokenizer.token_bytes(7))
+    assert report == PromptReport(text="x", token_ids=[7], logprobs=[None], first_bytes=first)
 
 
 def test_probabilities_of_a_position_sum_to_one(make_rig) -> None:

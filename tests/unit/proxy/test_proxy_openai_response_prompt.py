@@ -61,22 +61,34 @@ def test_only_the_echo_is_shown_when_no_token_was_asked_for():
         ("Hi you", [1, 2, 3], [b"Hi", b" you"], [""], [0, 0, 2]),
         # A tokeniser that puts a space before the first word.
         ("Hi you", [1, 2, 3], [b" Hi", b" you"], [""], [0, 0, 2]),
-        # Ids that spell no whole characters.
-        ("abc\ufffd", [97, 98, 99, 128], [b"b", b"c", b"\x80"], ["a"], [0, 1, 2, 3]),
-        (
-            "\ufffda\ufffd\ufffdb",
-            [128, 97, 129, 130, 98],
-            [b"a", b"\x81", b"\x82", b"b"],
-            ["\ufffd"],
-            [0, 1, 2, 3, 4],
-        ),
     ],
 )
 def test_an_echo_has_logprobs_and_offsets_of_its_own(text, ids, entries, tokens, offsets):
+    check_echo(text, ids, b"", entries, tokens, offsets)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "entries", "tokens", "offsets"),
+    [
+        # Ids that spell no whole characters.
+        ("abc\ufffd", b"a", [b"b", b"c", b"\x80"], ["a"], [0, 1, 2, 3]),
+        ("\ufffda\ufffdb", b"\x80", [b"a", b"\x81", b"b"], ["\ufffd"], [0, 1, 2, 3]),
+        # A tokenizer that composes characters.
+        ("ae\u0301z", b"a", ["é".encode(), b"z"], ["a"], [0, 1, 2]),
+        ("ae\u0301z", b"a", [b"\xc3", b"\xa9", b"z"], ["a"], [0, 1, 1, 2]),
+    ],
+)
+def test_offsets_of_a_prompt_that_its_tokens_do_not_spell(text, first, entries, tokens, offsets):
+    check_echo(text, list(range(len(entries) + 1)), first, entries, tokens, offsets)
+
+
+def check_echo(text, ids, first, entries, tokens, offsets):
     known = [logprobs(entry.decode(errors="replace"), -0.5) for entry in entries]
     for each, entry in zip(known, entries, strict=True):
         each.chosen.token_bytes[:] = list(entry)
-    report = PromptReport(text=text, token_ids=ids, logprobs=[None, *known])
+    report = PromptReport(
+        text=text, token_ids=ids, logprobs=[None, *known], first_bytes=list(first)
+    )
     tokens_and_end = with_prompt(["x", "yz"], prompt=report)
     for token_, name in zip(tokens_and_end[0], ("x", "yz"), strict=True):
         index = tokens_and_end[0].index(token_)

@@ -183,6 +183,7 @@ def test_anchors_and_the_own_name_of_parameters_are_found_in_their_place():
             "c": {"$ref": "http://tools/f"},
             "d": {"$ref": "http://tools/f#/properties/a"},
             "e": {"$ref": "#nobody"},
+            "g": {"$ref": "q"},
             "$anchor": {"$anchor": "r", "const": {"$anchor": "q"}},
             "f": {"anyOf": [{"$ref": "#r"}, {"$ref": "http://tools/fq"}]},
         },
@@ -201,6 +202,7 @@ def test_anchors_and_the_own_name_of_parameters_are_found_in_their_place():
             "b": at_q,
             "c": {"$ref": base},
             "d": {"$ref": f"{base}/properties/a"},
+            "g": {"$ref": "q"},  # another document
             "e": {"$ref": "#nobody"},  # no tool's: nothing has that name any more
             "$anchor": {"const": {"$anchor": "q"}},
             "f": {"anyOf": [{"$ref": f"{base}/properties/$anchor"}, {"$ref": "http://tools/fq"}]},

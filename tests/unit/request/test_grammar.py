@@ -8,6 +8,7 @@ from grammar_kit import EOS, Kit
 from tokenizer_kit import KINDS
 
 from neuron_di.errors import BadRequest, RemoteProtocolError
+from neuron_di.request import grammar as grammar_module
 from neuron_di.request.grammar import COMPILED_MAX
 from neuron_di.wire import Grammar
 
@@ -182,6 +183,9 @@ def test_what_was_compiled_long_ago_is_forgotten():
         ({"const": 1234567890123456789}, "beyond 2\\*\\*53"),
         ({"enum": ["x", {"a": [-12345678901234567890123]}]}, "beyond 2\\*\\*53"),
         ({"type": "integer", "minimum": 9007199254740993}, "`minimum` is beyond"),
+        ({"type": "integer", "minimum": 10**400}, "`minimum` is beyond"),
+        ({"type": "integer", "exclusiveMaximum": -(10**400)}, "`exclusiveMaximum` is beyond"),
+        ({"type": "integer", "maximum": 9007199254740995}, "`maximum` is beyond"),
         ({"type": "integer", "minimum": -(1 << 63)}, "range of a number"),
         ({"type": "number", "minimum": 0, "maximum": 1e30}, "range of a number"),
         ({"$ref": "#"}, "nothing can satisfy"),
@@ -274,6 +278,21 @@ def test_a_refusal_names_the_field_that_asked(kit):
         with pytest.raises(BadRequest) as caught:
             kit.compiler.state_of(Grammar(kind="choice", value="[]", param=param))
         assert caught.value.param == param
+
+
+def test_a_bug_that_a_schema_leads_to_is_the_requests_and_told_without_its_words(
+    kit, monkeypatch, caplog
+):
+    def fail(schema, *, param):
+        raise OverflowError("secret")
+
+    monkeypatch.setattr(grammar_module, "check_schema", fail)
+    with pytest.raises(BadRequest, match="too complex") as caught:
+        kit.schema({"const": "a bug"})
+    assert "secret" not in caught.value.message
+    (record,) = caplog.records
+    assert "secret" not in str(vars(record))
+    assert "OverflowError" in str(vars(record))
 
 
 def test_one_compiled_schema_serves_several_fields(kit):

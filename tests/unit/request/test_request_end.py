@@ -41,6 +41,9 @@ def test_what_does_not_fit_is_refused_with_the_numbers(params, num_prompt, words
     with pytest.raises(BadRequest, match=words) as caught:
         resolve_max_tokens(params, num_prompt, 10)
     assert caught.value.param == field
+    # By this code clients know that a shorter prompt would do.
+    is_too_long = "context" in caught.value.message
+    assert (caught.value.code == "context_length_exceeded") == is_too_long
 
 
 def run(text, eos_token_ids=(EOS,), **fields):

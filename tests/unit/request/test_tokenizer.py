@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_kit import KINDS, library_tokenizer, make_tokenizer, write_folder
+from tokenizers.decoders import ByteLevel, Sequence
 from transformers import AutoTokenizer
 
 from neuron_di.errors import BadRequest, CheckpointError
@@ -91,6 +92,13 @@ def test_token_bytes_add_up_to_the_text(kind):
     joined = b"".join(tokenizer.token_bytes(i) for i in ids)
     # In the middle of a text a SentencePiece token keeps the space it begins with.
     assert joined.removeprefix(b" ") == text.encode()
+
+
+def test_a_decoder_may_be_a_sequence_of_one():
+    backend = library_tokenizer("byte_level").from_str(library_tokenizer("byte_level").to_str())
+    backend.decoder = Sequence([ByteLevel()])
+    tokenizer, text = Tokenizer(backend), "naïve 你好 👩"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
 
 
 @kinds

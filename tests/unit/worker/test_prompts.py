@@ -128,6 +128,10 @@ def test_of_a_long_prompt_the_last_tokens_are_kept(reader: PromptReader) -> None
     long = ids * 40
     assert read(reader, leg_of(long, keep_last_tokens=50)).prompt_ids == long[-50:]
     assert "the context holds" in refusal(reader, leg_of(long)).message
+    chat = leg_of([ASK | {"content": "hi " * CONTEXT}], "chat")
+    for leg, param in ((leg_of(long), "prompt"), (chat, "messages")):
+        error = refusal(reader, leg)
+        assert (error.code, error.param) == ("context_length_exceeded", param)
     text = "one two three four"
     kept = read(reader, leg_of(text, keep_last_tokens=2, report=True))
     whole = reader.tokenizer.encode(text)
