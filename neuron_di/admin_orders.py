@@ -1,10 +1,7 @@
 """Sends an operator's order to a proxy and reads the lines that answer, for the commands."""
 
 import http.client
-import json
-import ssl
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import msgspec
@@ -17,6 +14,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
     Unauthorized,
 )
+from neuron_di.proxy_call import call_proxy, no_answer
 from neuron_di_proxy.admin_order import AdminLine
 
 LINE_TIMEOUT_S = 30.0  # a line comes each second, or two
@@ -28,14 +26,6 @@ class OrderRefused(ClientError):
     code = "order_refused"
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows nobody elsewhere: the key is for the proxy."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        return None
-
-
-_opener = urllib.request.build_opener(_NoRedirect)
 _line_decoder = msgspec.json.Decoder(AdminLine)
 
 
@@ -44,23 +34,12 @@ def give_order(
 ) -> Iterator[AdminLine]:
     """POST an order to the proxy at `url`. Gives its lines as they come, the last one final.
 
-    Raises PeerGone when no proxy answers or its answer breaks off, Unauthorized or Forbidden
-    when `key` does not open it, OrderRefused when it says no.
+    Raises ConfigError for what is no address, PeerGone when no proxy answers or its answer breaks
+    off, Unauthorized or Forbidden when `key` does not open it, OrderRefused when it says no.
     """
-    address = f"{url.rstrip('/')}{path}"
-    if not address.startswith(("http://", "https://")):
-        raise PeerGone(
-            f"no proxy answers at {url}: the address must start with http:// or https://"
-        )
-    headers = {"content-type": "application/json"}
-    if key is not None:
-        headers["authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(  # noqa: S310 - of these two schemes
-        address, data=json.dumps(order).encode(), headers=headers, method="POST"
-    )
     is_over = False
     try:
-        with _opener.open(request, timeout=LINE_TIMEOUT_S) as response:
+        with call_proxy(url, path, key, LINE_TIMEOUT_S, order) as response:
             for raw in response:
                 line = _line_decoder.decode(raw)
                 yield line
@@ -71,14 +50,7 @@ def give_order(
     except msgspec.DecodeError as error:
         raise RemoteProtocolError(f"{url} is not a neuron-di proxy: {error}") from None
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLCertVerificationError):
-            raise PeerGone(
-                f"the certificate of {url} cannot be trusted ({reason.verify_message}): "
-                "the variable SSL_CERT_FILE names the certificates that can"
-            ) from None
-        reason = getattr(reason, "strerror", None) or reason
-        raise PeerGone(f"no proxy answers at {url}: {reason}") from None
+        raise no_answer(url, error) from None
     if not is_over:
         raise PeerGone(f"{url} broke its answer off: ask `neuron-di status` what became of it")
 

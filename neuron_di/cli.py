@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -38,6 +39,7 @@ from neuron_di.role_command import add_role_flags, run_role_command
 from neuron_di.transfer_bench import SUMMARY as TRANSFER_SUMMARY
 from neuron_di.transfer_bench import add_bench_transfer_flags, run_bench_transfer
 
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _DESCRIPTION = (
     "A disaggregated LLM server: prompts are computed by prefill workers, answers by decode "
     "workers, and a proxy speaks the OpenAI API to clients."
@@ -48,19 +50,48 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns the exit code; errors are one line on standard error."""
     # Else the interpreter's last act is to look through all that torch has made, for 0.3 s.
     atexit.register(gc.freeze)
+    if sys.stdout is None:  # it was closed: then nobody wants to see anything
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # Whoever read, say `head`, has seen enough. Nothing may be left to be written at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read, say `head`, has seen enough
+        _write_no_more()
         return 0
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _write_no_more()
+        print(f"neuron-di: cannot write: {error.strerror}", file=sys.stderr)
+        return 1
     except NeuronDiError as error:
         print(f"neuron-di: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _write_no_more() -> None:
+    """Nothing may be left to be written at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _key(flags: argparse.Namespace) -> int:
+    text = run_key_command(flags)
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if flags.verb != "create":
+            raise
+        _write_no_more()
+        print(
+            f"neuron-di: a key was made, and nobody saw it: {error.strerror}. Mend: take the "
+            f"newest of `neuron-di key list {flags.file}` out with `neuron-di key revoke`",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
 
 
 def _run(arguments: list[str]) -> int:
@@ -99,8 +130,7 @@ def _run(arguments: list[str]) -> int:
         return 2
     flags = parser.parse_args(arguments)
     if flags.command == "key":
-        print(run_key_command(flags))
-        return 0
+        return _key(flags)
     if flags.command == "bench":
         return run_bench_command(flags)
     if flags.command == "bench-transfer":

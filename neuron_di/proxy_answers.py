@@ -1,42 +1,39 @@
 """Asks a proxy how it is, for the commands that show it to people."""
 
-import ssl
+import http.client
 import urllib.error
-import urllib.request
-from typing import Any
 
 import msgspec
 
+from neuron_di.clock import Deadline
 from neuron_di.errors import Forbidden, PeerGone, RemoteProtocolError, Unauthorized
+from neuron_di.proxy_call import call_proxy, no_answer
 from neuron_di_proxy.status import StatusReport
 
 ANSWER_TIMEOUT_S = 5.0
+ANSWER_BYTES_MAX = 64 << 20
 
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows nobody elsewhere: the key is for the proxy."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-_opener = urllib.request.build_opener(_NoRedirect)
 _status_decoder = msgspec.json.Decoder(StatusReport)
 
 
 def ask(url: str, path: str, key: str | None) -> bytes:
     """What the proxy at `url` answers to GET `path`.
 
-    PeerGone when no proxy answers, Unauthorized or Forbidden when `key` does not open it.
+    ConfigError for what is no address, PeerGone when no proxy answers in time, Unauthorized or
+    Forbidden when `key` does not open it.
     """
-    address = f"{url.rstrip('/')}{path}"
+    deadline = Deadline.after(ANSWER_TIMEOUT_S)
+    body = bytearray()
     try:
-        if not address.startswith(("http://", "https://")):
-            raise ValueError("the address must start with http:// or https://")
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        request = urllib.request.Request(address, headers=headers)  # noqa: S310
-        with _opener.open(request, timeout=ANSWER_TIMEOUT_S) as response:
-            body: bytes = response.read()
+        with call_proxy(url, path, key, ANSWER_TIMEOUT_S) as response:
+            while piece := response.read1(1 << 16):
+                body += piece
+                if len(body) > ANSWER_BYTES_MAX:
+                    raise RemoteProtocolError(f"{url} answers without an end")
+                if deadline.has_passed():
+                    raise PeerGone(f"no proxy answers at {url}: timed out")
+            if response.length:
+                raise http.client.IncompleteRead(b"")
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == Unauthorized.http_status:
@@ -49,16 +46,9 @@ def ask(url: str, path: str, key: str | None) -> bytes:
             ": give the proxy's address, without /v1 or another path" if error.code == 404 else ""
         )
         raise PeerGone(f"{url} answers with status {error.code}{hint}") from None
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLCertVerificationError):
-            raise PeerGone(
-                f"the certificate of {url} cannot be trusted ({reason.verify_message}): "
-                "the variable SSL_CERT_FILE names the certificates that can"
-            ) from None
-        reason = getattr(reason, "strerror", None) or reason  # without the number
-        raise PeerGone(f"no proxy answers at {url}: {reason}") from None
-    return body
+    except (OSError, http.client.HTTPException) as error:
+        raise no_answer(url, error) from None
+    return bytes(body)
 
 
 def ask_status(url: str, key: str | None) -> tuple[StatusReport, bytes]:

@@ -9,12 +9,11 @@ import ssl
 from array import array
 from dataclasses import dataclass, field
 from typing import Literal, cast
-from urllib.parse import urlsplit
 
 import httptools
 
 from neuron_di.clock import now_s
-from neuron_di.errors import ConfigError
+from neuron_di.proxy_call import check_address, check_key
 
 End = Literal["whole", "cut", "timeout", "connection"]
 
@@ -147,19 +146,11 @@ class HttpClient:
 
     def __init__(self, url: str, key: str | None = None) -> None:
         """`url` may end with `/v1` or not. ConfigError when it is none."""
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"--url {url!r}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url {url!r} is no address such as http://127.0.0.1:8000")
-        if parts.username is not None or parts.query or parts.fragment:
-            raise ConfigError("--url takes neither a user nor a query; a key is in a variable")
-        if key is not None and not (key.isascii() and key.isprintable()):
-            raise ConfigError("the API key has characters that no header can carry")
+        parts = check_address(url)
+        check_key(key)
+        assert parts.hostname is not None, "it was checked"
         self._host = parts.hostname
-        self._port = port or (443 if parts.scheme == "https" else 80)
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._authority = parts.netloc

@@ -252,7 +252,7 @@ class Engine:
     def _append(self, request: Request, sampled: SampledToken) -> None:
         """Give the request its next token, and end it if that was the last."""
         index = len(request.generated)
-        logprobs = describe_logprobs(self._tokenizer, sampled, request.output.num_held)
+        logprobs = describe_logprobs(self._tokenizer, sampled, request.output)
         outcome = accept_token(request, sampled.token_id, self._eos_token_ids)
         prompt = self._live[request.key].prompt if index == 0 else None
         token = Token(

@@ -23,7 +23,7 @@ import torch
 
 from neuron_di.engine.logit_masks import biased, restricted
 from neuron_di.errors import LocalProtocolError
-from neuron_di.request import Request, Tokenizer, end_token_ids, uniform
+from neuron_di.request import OutputText, Request, Tokenizer, end_token_ids, uniform
 from neuron_di.wire import SamplingParams, TokenLogprob, TokenLogprobs
 from neuron_di.wire.sampling_rules import LOGPROB_MIN, TEMPERATURE_MIN
 
@@ -66,11 +66,11 @@ def sample(
 
 
 def describe_logprobs(
-    tokenizer: Tokenizer, sampled: SampledToken, num_held: int = 0
+    tokenizer: Tokenizer, sampled: SampledToken, output: OutputText | None = None
 ) -> TokenLogprobs | None:
     """The logprobs of a sampled token as the API shows them, or None if it has none.
 
-    `num_held` characters of the text before it are held back.
+    `output` is the text before it; None: nobody asks where it begins.
     """
     raw = sampled.logprobs
     if raw is None:
@@ -87,7 +87,7 @@ def describe_logprobs(
     return TokenLogprobs(
         chosen=describe(sampled.token_id, raw.chosen),
         top=[describe(token_id, logprob) for token_id, logprob in raw.top],
-        num_held=num_held,
+        num_held=0 if output is None else output.num_before(sampled.token_id),
     )
 
 

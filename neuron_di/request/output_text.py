@@ -45,10 +45,23 @@ class OutputText:
         self._matchers = [_StopMatcher(text) for text in dict.fromkeys(stop)]
         self._held = ""  # whole characters that may be the beginning of a stop string
 
-    @property
-    def num_held(self) -> int:
-        """Characters that are known and not sent yet, as a stop string may begin with them."""
-        return len(self._held)
+    def num_before(self, token_id: int) -> int:
+        """Characters between what was sent and the text of this token, which is the next.
+
+        A stop string may begin with them; or half a character came that the token does not go on
+        with, which will be told as a broken one.
+        """
+        begun, _ = self._characters.getstate()
+        is_broken = False
+        if begun and self._tokenizer.has_text(
+            token_id, skip_special_tokens=self._skip_special_tokens
+        ):
+            first = self._tokenizer.token_bytes(token_id)[:1]
+            try:
+                codecs.getincrementaldecoder("utf-8")().decode(begun + first)
+            except UnicodeDecodeError:
+                is_broken = True
+        return len(self._held) + is_broken
 
     def push(self, token_id: int) -> str:
         """Take the next token; returns the text that is now safe to send."""

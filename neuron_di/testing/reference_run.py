@@ -61,7 +61,7 @@ def reference_answer(
     while True:
         logits_V = logits_row(np.array(kv[1:], np.uint64), kernel)
         (sampled,) = sample(torch.from_numpy(logits_V[np.newaxis]), (request,), (EOS_ID,))
-        logprobs = describe_logprobs(_TOKENIZER, sampled, request.output.num_held)
+        logprobs = describe_logprobs(_TOKENIZER, sampled, request.output)
         outcome = accept_token(request, sampled.token_id, (EOS_ID,))
         tokens.append(
             Token(

@@ -139,7 +139,7 @@ class SendPeers:
         if message.model_digest != local.model_digest:
             return f"another model than {local.worker_id}'s"
         if message.layout_digest != local.exchange_digest:
-            return f"another KV layout than {local.worker_id}'s"
+            return f"another KV layout than {local.worker_id}'s, or --kv-convert at one end only"
         if self._allowed_peer is not None and message.worker_id != self._allowed_peer:
             return f"{local.worker_id} is bound to {self._allowed_peer}"
         if self._admission is not None:

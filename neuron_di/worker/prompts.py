@@ -37,6 +37,7 @@ class ReadPrompt:
     token_ids: list[int]
     text: str | None  # None: the client gave ids
     begins_in_reasoning: bool = False
+    num_leading: int = 0  # special tokens that the tokenizer put first
 
 
 class PromptReader:
@@ -58,6 +59,7 @@ class PromptReader:
         # More cannot fit: no text of so many bytes has as few tokens as the context holds.
         self.text_bytes_max = context_tokens * tokenizer.token_bytes_max
         self._long_prompts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-prompts")
+        self._leading = tokenizer.encode("")  # as BOS: what begins every text
         self._reasoning_tags = template_traits(tokenizer.chat_template_source).reasoning
 
     async def read(self, leg: PrefillLeg) -> Request:
@@ -133,7 +135,10 @@ class PromptReader:
         prompt = self._bounded(prompt, options, "prompt")
         add_special_tokens = options.add_special_tokens is not False
         token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return ReadPrompt(self._known(token_ids, "prompt"), prompt)
+        num_leading = len(self._leading) if add_special_tokens else 0
+        if token_ids[:num_leading] != self._leading:
+            num_leading = 0
+        return ReadPrompt(self._known(token_ids, "prompt"), prompt, num_leading=num_leading)
 
     def checked_ids(self, ids: object, param: str) -> list[int]:
         """A client's token ids. Raises BadRequest unless all are the model's."""
@@ -217,14 +222,15 @@ class PromptReader:
 
 
 def _shortened(prompt: ReadPrompt, keep: int | None) -> ReadPrompt:
-    """The prompt's last `keep` tokens; None: all."""
+    """The prompt's last `keep` tokens, those that lead it included; None: all."""
     if keep is None:
         return prompt
     if keep < 1:
         raise BadRequest("must be at least 1", param="truncate_prompt_tokens")
     if len(prompt.token_ids) <= keep:
         return prompt
-    return ReadPrompt(prompt.token_ids[-keep:], None, prompt.begins_in_reasoning)
+    lead = prompt.token_ids[: prompt.num_leading if keep > prompt.num_leading else 0]
+    return ReadPrompt(lead + prompt.token_ids[len(lead) - keep :], None, prompt.begins_in_reasoning)
 
 
 def _refuse_doubles(raw: bytes, param: str) -> None:

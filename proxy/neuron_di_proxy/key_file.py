@@ -115,10 +115,12 @@ def read_key_file(path: Path) -> dict[str, KeyRecord]:
 
 
 def write_key_file(path: Path, keys: dict[str, KeyRecord]) -> None:
-    """Replace the file as a whole, readable by its owner only. ConfigError when that fails.
+    """Replace the file as a whole. ConfigError when that fails.
 
-    Readers see the old file or the new one. Of two writers at once the second fails.
+    Readers see the old file or the new one. Of two writers at once the second fails. A new one is
+    its writer's alone; else it stays whose it was, since the proxy must be able to read it.
     """
+    path = path.resolve()  # a link stays one
     text = "\n".join([_HEAD, *(_table(key_id, record) for key_id, record in keys.items())])
     new = path.with_name(path.name + ".new")
     try:
@@ -132,6 +134,10 @@ def write_key_file(path: Path, keys: dict[str, KeyRecord]) -> None:
         raise ConfigError(f"cannot write {new}: {error.strerror}") from None
     try:
         with open(handle, "wb") as file:
+            if path.exists():
+                former = path.stat()
+                os.fchown(handle, former.st_uid, former.st_gid)
+                os.fchmod(handle, former.st_mode & 0o640)
             file.write(text.encode())
             file.flush()
             os.fsync(handle)

@@ -199,17 +199,38 @@ def test_a_stop_string_that_the_flush_completes_is_not_sent():
     assert output.stop_hit == "a\ufffd"
 
 
+def place_of(before, piece):
+    """Where in the text the token of these bytes begins, behind those: the definition."""
+    num_before = len(before.decode(errors="replace"))
+    goes_on = len((before + piece[:1]).decode(errors="replace")) == num_before
+    return num_before - 1 if piece and goes_on else num_before
+
+
 @kinds
 @given(ids=random_ids, stop=stop_strings)
-def test_what_is_sent_and_what_is_held_are_all_that_is_known(kind, ids, stop):
-    held_back, free = make_output(kind, stop), make_output(kind)
-    num_sent = num_known = 0
+@example(ids=[], stop=())
+def test_a_tokens_place_in_the_text_is_known_before_it_is_sent(kind, ids, stop):
+    tokenizer = make_tokenizer(kind)
+    output, num_sent, before = make_output(kind, stop, skip=False), 0, b""
     for token_id in ids:
-        num_sent += len(held_back.push(token_id))
-        num_known += len(free.push(token_id))
-        if held_back.stop_hit is not None:
+        piece = tokenizer.token_bytes(token_id, at_start=not before)
+        if piece and before:
+            assert num_sent + output.num_before(token_id) == place_of(before, piece)
+        num_sent += len(output.push(token_id))
+        before += piece
+        if output.stop_hit is not None:
             break
-        assert num_sent + held_back.num_held == num_known
+
+
+def test_a_token_behind_half_a_character_begins_behind_the_broken_one():
+    tokenizer = make_tokenizer("byte_level")
+    of_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.num_vocab)}
+    output = make_output("byte_level")
+    places, text = [], ""
+    for piece in (b"$", b"\xe4", b"\xbd", b"5", b"\xe4", b"\xbd", b"\xa0"):
+        places.append(len(text) + output.num_before(of_byte[piece]))
+        text += output.push(of_byte[piece])
+    assert (places, text) == ([0, 1, 1, 2, 3, 3, 3], "$\ufffd5你")
 
 
 @kinds

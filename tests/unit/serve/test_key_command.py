@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from neuron_di.cli import main
+from neuron_di_proxy.key_file import KeyRecord, make_key, read_key_file, write_key_file
 from neuron_di_proxy.keys import Keys
 
 
@@ -86,3 +88,70 @@ def test_a_name_that_none_may_have_is_refused_in_words(capsys, file):
     assert code == 2
     assert "1 to 64 letters" in error
     assert not os.path.exists(file)
+
+
+def write_keys(path: Path) -> None:
+    key_id, _, digest = make_key()
+    write_key_file(path, {key_id: KeyRecord(tenant="team", sha256=digest)})
+
+
+def test_a_link_to_the_keys_stays_one(tmp_path):
+    path, link = tmp_path / "keys.toml", tmp_path / "link.toml"
+    write_keys(path)
+    link.symlink_to(path)
+    assert main(["key", "revoke", str(link), "team"]) == 0
+    assert link.is_symlink()
+    assert read_key_file(path) == {}
+
+
+def test_the_keys_stay_whose_they_are(tmp_path):
+    """Else the proxy could not read that one was revoked."""
+    path = tmp_path / "keys.toml"
+    write_keys(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    owner = (path.stat().st_uid, path.stat().st_gid)
+    if os.geteuid() == 0:
+        owner = (65534, 65534)
+        os.chown(path, *owner)
+    path.chmod(0o640)
+    assert main(["key", "revoke", str(path), "team"]) == 0
+    after = path.stat()
+    assert ((after.st_uid, after.st_gid), after.st_mode & 0o777) == (owner, 0o640)
+    path.chmod(0o644)
+    assert main(["key", "create", str(path), "other"]) == 0
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "words"),
+    [
+        (">/dev/full", "1", "a key was made, and nobody saw it: No space left on device"),
+        (">&-", "0", ""),  # as was asked for
+        ("| (exec <&-; sleep 2)", "1", "a key was made, and nobody saw it: Broken pipe"),
+    ],
+)
+def test_a_key_that_nobody_saw_is_told(tmp_path, redirected, code, words):
+    command = f"'{sys.executable}' -m neuron_di key create '{tmp_path}/keys.toml' team"
+    script = f"{command} {redirected}; echo ${{PIPESTATUS[0]}} >&2"
+    ended = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    *said, last = ended.stderr.splitlines()
+    assert last == code
+    assert words in "".join(said)
+    assert len(said) == bool(words), "one line"
+
+
+def test_a_list_that_the_disk_has_no_room_for_is_a_line(tmp_path):
+    path = tmp_path / "keys.toml"
+    write_keys(path)
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "neuron_di", "key", "list", str(path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == b"neuron-di: cannot write: No space left on device\n"

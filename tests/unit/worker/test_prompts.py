@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import tokenizers
+from tokenizers.processors import TemplateProcessing
 from worker_kit import prefill_leg
 
 from neuron_di.errors import BadRequest, NeuronDiError, RemoteProtocolError, TooLarge
@@ -335,6 +336,24 @@ def test_a_token_that_the_model_has_not_is_the_clients_and_named(
     assert f"token {num_vocab}" in refused.message
     other = json.loads(json.dumps(prompt).replace("<pad>", "pad"))
     assert max(read(reader, leg_of(other, endpoint)).prompt_ids) < num_vocab
+
+
+def test_a_prompt_that_is_cut_keeps_the_token_that_leads_every_prompt(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, "llama", chat_template=TOOL_CHAT_TEMPLATE)
+    path = tmp_path / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 7)])
+    backend.save(str(path))
+    tokenizer = Tokenizer.load(tmp_path)
+    reader = PromptReader(tokenizer, num_vocab=tokenizer.num_vocab, context_tokens=CONTEXT)
+    text = "one two three four"
+    first, *words = read(reader, leg_of(text)).prompt_ids
+    assert first == 7
+    assert read(reader, leg_of(text, keep_last_tokens=3)).prompt_ids == [7, *words[-2:]]
+    assert read(reader, leg_of(text, keep_last_tokens=1)).prompt_ids == words[-1:]
+    bare = leg_of(text, keep_last_tokens=3, add_special_tokens=False)
+    assert read(reader, bare).prompt_ids == words[-3:]
+    assert read(reader, leg_of([7, *words], keep_last_tokens=3)).prompt_ids == words[-3:]
 
 
 def test_fields_that_are_not_there_take_no_bytes() -> None:

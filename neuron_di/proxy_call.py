@@ -1,0 +1,83 @@
+"""A command's request to a proxy: its address and key are checked first, then it has a deadline."""
+
+import http.client
+import json
+import ssl
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from neuron_di.errors import ConfigError, PeerGone
+
+
+def check_address(url: str) -> SplitResult:
+    """The parts of an http or https address. ConfigError when it is none."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+        if host:
+            host.encode("idna")  # as what looks it up does
+    except ValueError as error:
+        raise ConfigError(f"--url {url!r}: {error}") from None
+    is_plain = url.isprintable() and " " not in url
+    if parts.scheme not in ("http", "https") or not host or not is_plain:
+        raise ConfigError(f"--url {url!r} is no address such as http://127.0.0.1:8000")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError("--url takes neither a user nor a query; a key is in a variable")
+    return parts
+
+
+def check_key(key: str | None) -> None:
+    """ConfigError, which does not show it, when no header can carry it."""
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError("the API key has characters that no header can carry")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows nobody elsewhere: the key is for the proxy."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirect)
+
+
+def call_proxy(
+    url: str, path: str, key: str | None, timeout_s: float, order: object = None
+) -> http.client.HTTPResponse:
+    """GET, or POST an `order`. The response is the caller's to close.
+
+    `timeout_s` is for each wait. ConfigError where the address or the key cannot be. Of what it
+    and reading raise, HTTPError is the proxy's own answer, and OSError and HTTPException are for
+    `no_answer`.
+    """
+    check_address(url)
+    check_key(key)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    data = None
+    if order is not None:
+        headers["content-type"] = "application/json"
+        data = json.dumps(order).encode()
+    request = urllib.request.Request(  # noqa: S310 - of two schemes
+        url.rstrip("/") + path, data=data, headers=headers
+    )
+    response: http.client.HTTPResponse = _opener.open(request, timeout=timeout_s)
+    return response
+
+
+def no_answer(url: str, error: OSError | http.client.HTTPException) -> PeerGone:
+    """What the user is told when nothing answers there, or no HTTP."""
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return PeerGone(
+            f"the certificate of {url} cannot be trusted ({reason.verify_message}): "
+            "the variable SSL_CERT_FILE names the certificates that can"
+        )
+    if isinstance(reason, http.client.IncompleteRead):
+        return PeerGone(f"{url} broke its answer off")
+    if isinstance(reason, http.client.HTTPException):
+        return PeerGone(f"{url} is no HTTP server")
+    reason = getattr(reason, "strerror", None) or reason  # without the number
+    return PeerGone(f"no proxy answers at {url}: {reason}")

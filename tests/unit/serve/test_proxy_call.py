@@ -1,0 +1,118 @@
+"""What the commands that ask a proxy are told of addresses, keys and servers that are none."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from neuron_di import proxy_answers
+from neuron_di.admin_orders import give_order
+from neuron_di.bench.client import HttpClient
+from neuron_di.errors import ConfigError, PeerGone
+from neuron_di.proxy_answers import ask
+from neuron_di.proxy_call import check_key
+
+SAYS = {
+    "ssh": b"SSH-2.0-OpenSSH_9\r\n",
+    "short": b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{}",
+}
+
+
+@pytest.fixture
+def address() -> Iterator[tuple[str, list[bytes]]]:
+    """Of a server, and what it says to whoever connects: its pieces, one each 50 ms."""
+    says: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    try:
+                        connection.recv(4096)
+                        for piece in says:
+                            connection.sendall(piece)
+                            time.sleep(0.05)
+                    except OSError:  # who asked has gone
+                        pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", says
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def order(url: str, key: str | None = None) -> None:
+    list(give_order(url, "/admin/drain", {}, key))
+
+
+def status(url: str, key: str | None = None) -> None:
+    ask(url, "/status", key)
+
+
+@pytest.mark.parametrize("command", [order, status, HttpClient])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://here",
+        "here:80",
+        "http://127.0.0.1:abc",
+        "http://a b",
+        "http://[::1",
+        "http://x..y:1",
+        "http://",
+        "http://a:1\r\n",
+        "http://a/?x=1",
+        "http://secret@a",
+    ],
+)
+def test_what_is_no_address_is_said_before_anything_is_sent(command, url):
+    with pytest.raises(ConfigError, match="--url") as caught:
+        command(url)
+    assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("command", [order, status, HttpClient])
+@pytest.mark.parametrize(
+    "key", ["secret\r", "secret\n", "secr\u00e9t", "secret\u4f60", "secret\x00"]
+)
+def test_a_key_that_no_header_can_carry_is_not_shown(command, key):
+    with pytest.raises(ConfigError, match="no header can carry") as caught:
+        command("http://127.0.0.1:1", key)
+    assert "secr" not in caught.value.message
+    check_key("ndi-0123-abc")
+    check_key(None)
+
+
+@pytest.mark.parametrize("command", [order, status])
+@pytest.mark.parametrize(("kind", "words"), [("ssh", "no HTTP server"), ("short", "broke its")])
+def test_what_is_no_proxy_is_told_in_a_line(address, command, kind, words):
+    url, says = address
+    says.append(SAYS[kind])
+    if (command, kind) == (order, "short"):
+        words = "broke its answer off|not a neuron-di proxy"
+    with pytest.raises(Exception, match=words) as caught:
+        command(url)
+    assert isinstance(caught.value, PeerGone) or command is order
+
+
+def test_an_answer_that_never_ends_has_a_deadline(address, monkeypatch):
+    url, says = address
+    monkeypatch.setattr(proxy_answers, "ANSWER_TIMEOUT_S", 0.3)
+    says += [b"HTTP/1.1 200 OK\r\n\r\n", *[b" "] * 200]
+    with pytest.raises(PeerGone, match="timed out"):
+        status(url)
+
+
+def test_an_answer_without_an_end_is_bounded(address, monkeypatch):
+    url, says = address
+    monkeypatch.setattr(proxy_answers, "ANSWER_BYTES_MAX", 1000)
+    says += [b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 2000]
+    with pytest.raises(Exception, match="without an end"):
+        status(url)
