@@ -6,6 +6,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from neuron_di.clock import Deadline, now_s
@@ -172,8 +173,14 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """End it and the processes it started, whatever they do."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        children = _children_of(self._process.pid)
         self._signal(signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     async def gone(self) -> None:
         """Wait until nothing of it is left."""
@@ -272,3 +279,12 @@ async def _wait_all(waits: Sequence[Awaitable[None]], timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*waits)
+
+
+def _children_of(pid: int) -> list[int]:
+    """The processes that this one started and that run (Linux); none where it has ended."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found

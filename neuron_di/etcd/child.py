@@ -5,14 +5,11 @@ It listens on loopback only and ends with us, however we end. What it stores goe
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import random
 import shutil
 import socket
 import sys
-import tempfile
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +19,7 @@ from neuron_di.errors import ConfigError, PeerError
 from neuron_di.etcd.client import EtcdClient
 from neuron_di.etcd.failures import one_line
 from neuron_di.obs import get_logger
+from neuron_di.own_folder import OwnFolder, sweep
 
 _log = get_logger(__name__)
 
@@ -55,7 +53,7 @@ class ChildEtcd:
         self._watch: asyncio.Task[None] | None = None
         self._hearing: asyncio.Task[None] | None = None
         self._last_words = ""  # of the process that ran last, on its standard error
-        self._folder: _OwnFolder | None = None
+        self._folder: OwnFolder | None = None
         self.num_restarts = 0
 
     @property
@@ -73,8 +71,8 @@ class ChildEtcd:
                 "--etcd auto needs the program etcd, which is not installed: "
                 "apt-get install etcd-server, or give the address of an etcd that runs"
             )
-        _sweep()
-        self._folder = _OwnFolder()
+        sweep(FOLDER_PREFIX)
+        self._folder = OwnFolder(FOLDER_PREFIX)
         try:
             await self._start_first(program, self._folder.path)
         except BaseException:
@@ -232,50 +230,3 @@ def _command(program: str, data: str, client_port: int, peer_port: int) -> list[
 
 class _EndedError(ConfigError):
     """Raised when etcd ends instead of starting."""
-
-
-class _OwnFolder:
-    """A folder that is ours for as long as we hold its lock, which ends with our process."""
-
-    def __init__(self) -> None:
-        while True:
-            self.path = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-")
-            try:
-                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            except FileNotFoundError:  # swept in this moment
-                continue
-            with contextlib.suppress(BlockingIOError):  # somebody is about to sweep it
-                _lock(self._lock)
-                if os.path.isdir(self.path):
-                    return
-            os.close(self._lock)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _lock(folder: int) -> bool:
-    """BlockingIOError where somebody else holds this folder; False where there are no locks."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return False
-    return True
-
-
-def _sweep() -> None:
-    """Remove the folders of owners that were killed and could not.
-
-    An owner is known by its lock: its process may be out of our sight, in another container.
-    """
-    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*"):
-        with contextlib.suppress(OSError):
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if os.fstat(folder).st_uid == os.getuid() and _lock(folder):
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(folder)

@@ -78,9 +78,11 @@ class Front:
             ssl_handshake_timeout=handshake_timeout_s,
         )
 
-    def drain(self) -> None:
-        """Let each connection end with its next response."""
+    def drain(self, *, leaves_port: bool = False) -> None:
+        """Let each connection end with its next response; on request, accept no more of them."""
         self.is_draining = True
+        if leaves_port:
+            self._server.close()
 
     async def flush(self, deadline: Deadline) -> None:
         """Wait until every client has taken what was written for it, or until the deadline."""

@@ -5,6 +5,7 @@ Next: proxy/neuron_di_proxy/front.py, proxy/neuron_di_proxy/app.py
 
 import asyncio
 import gc
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -132,10 +133,15 @@ async def _run(options: ProxyOptions) -> None:
                 say(meeting.report(url))
             settle_garbage()
 
+        def is_orphan() -> bool:
+            return options.sibling_folder is not None and os.getppid() != options.parent_pid
+
         allocator = Allocator()
         if allocator.keep_freed():
             stack.callback(look_every(LOOK_INTERVAL_S, allocator.give_back))
-        await serve(config, directory, sock, stop, place=place, on_ready=on_ready)
+        await serve(
+            config, directory, sock, stop, place=place, on_ready=on_ready, is_orphan=is_orphan
+        )
 
 
 async def _drain_with(stop: asyncio.Event, others: FurtherProcesses) -> None:

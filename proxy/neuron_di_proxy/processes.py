@@ -7,7 +7,6 @@ The system spreads clients' connections over them (SO_REUSEPORT).
 import asyncio
 import os
 import sys
-import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -17,10 +16,12 @@ from neuron_di.child import Child, end, run_together
 from neuron_di.clock import Deadline
 from neuron_di.config import FrontOptions, LimitOptions, ProxyOptions, flags_of
 from neuron_di.obs import LaunchReport, get_logger
+from neuron_di.own_folder import OwnFolder, sweep
 from neuron_di_proxy.siblings import SiblingPlace
 
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0  # beside the drain
+FOLDER_PREFIX = "neuron-di-proxy-"
 
 _log = get_logger(__name__)
 
@@ -53,9 +54,11 @@ class FurtherProcesses:
     async def __aenter__(self) -> Self:
         """Start them all. Raises what keeps one from starting."""
         async with AsyncExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="neuron-di-proxy-"))
+            sweep(FOLDER_PREFIX)
+            folder = OwnFolder(FOLDER_PREFIX)
+            stack.callback(folder.remove)
             num_processes = self._options.front.processes
-            self.place = SiblingPlace(folder=folder, index=0, num_processes=num_processes)
+            self.place = SiblingPlace(folder=folder.path, index=0, num_processes=num_processes)
             self._children = [self._child(index) for index in range(1, num_processes)]
             stack.push_async_callback(self._end)
             deadline = Deadline.after(START_TIMEOUT_S)

@@ -92,13 +92,14 @@ async def serve(
     takes_hot: bool = True,
     place: SiblingPlace | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    is_orphan: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve until `shutdown` is set; then drain and return. Takes over `sock`, and closes it.
 
     `on_ready` is called once nothing can keep it from answering any more. ConfigError before that:
     keys, TLS or an extra cannot be had. While it drains, running requests end and new ones are
     answered with 503. Without `takes_hot`, Quart answers everything. `place` says which of several
-    processes this is.
+    processes this is; where it has lost the first one, `is_orphan`, it leaves the port to others.
     """
     tls = tls_context(config)
     async with (
@@ -114,7 +115,7 @@ async def serve(
         on_ready()
         try:
             await shutdown.wait()
-            front.drain()
+            front.drain(leaves_port=is_orphan())
             deadline = Deadline.after(config.limits.drain_timeout_s)
             await _drain(service, deadline)
             await front.flush(deadline)

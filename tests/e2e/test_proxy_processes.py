@@ -7,12 +7,13 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 
 import aiohttp
 import psutil
 import pytest
 from openai_kit import DEADLINE_S, eventually
-from process_kit import children_of, part
+from process_kit import children_of, command, part, said
 
 pytestmark = pytest.mark.e2e
 
@@ -94,6 +95,84 @@ async def test_two_processes_share_the_port_the_workers_and_the_answers(llama):
         async with asyncio.timeout(DEADLINE_S):
             assert await proxy.process.wait() == 0
         assert children_of(proxy.process.pid) == []
+
+
+async def test_a_process_that_lost_the_first_one_leaves_the_port_and_ends_its_streams(llama):
+    words = ("proxy", "--port", str(free_port()), "--processes", "2")
+    async with (
+        part(*words) as proxy,
+        part(
+            "worker", str(llama), "--role=both", f"--registry={proxy.registry}", "--threads=1"
+        ) as worker,
+        aiohttp.ClientSession() as session,
+    ):
+        (sibling,) = children_of(proxy.process.pid)
+
+        async def serves():
+            return (await fetch(proxy.url, "/ready"))[0] == 200 or None
+
+        await eventually(serves)
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        body = {"model": llama.name, "prompt": "a", "max_tokens": 2}
+        asked = [
+            asyncio.create_task(session.post(proxy.url + "/v1/completions", json=body))
+            for _ in range(NUM_REQUESTS)
+        ]
+
+        async def both_run_some():
+            reports = (await statuses_by_pid(proxy.url)).values()
+            running = [report["proxy"]["num_running"] for report in reports]
+            return (sum(running) == NUM_REQUESTS and all(running)) or None
+
+        await eventually(both_run_some)
+        proxy.process.kill()
+        async with part(*words) as successor:
+            assert successor.url == proxy.url
+            assert sibling.is_running()
+            folder = f"neuron-di-proxy-{proxy.process.pid}-"
+            assert not [name for name in os.listdir(tempfile.gettempdir()) if folder in name]
+            os.kill(worker.process.pid, signal.SIGCONT)
+            statuses = [
+                each.status
+                for each in await asyncio.gather(*asked, return_exceptions=True)
+                if isinstance(each, aiohttp.ClientResponse)
+            ]
+            assert set(statuses) == {200}  # of the sibling; the others' connections broke
+
+            async def has_ended():
+                return not psutil.pid_exists(sibling.pid) or None
+
+            await eventually(has_ended)
+
+
+async def test_a_second_signal_ends_every_process_of_the_proxy(llama):
+    words = ("serve", str(llama), "--combined", "--port=0", "--threads=1", "--processes=2")
+    async with command(*words) as serving:
+        url = (await said(serving, r"^serving \S+ at (http://\S+)/v1$"))[1]
+        everybody = psutil.Process(serving.pid).children(recursive=True)
+        (worker,) = (each for each in everybody if "worker" in each.cmdline())
+        worker.suspend()
+        async with aiohttp.ClientSession() as session:
+            body = {"model": llama.name, "prompt": "a", "max_tokens": 2}
+            asked = [
+                asyncio.create_task(session.post(url + "/v1/completions", json=body))
+                for _ in range(NUM_REQUESTS)
+            ]
+
+            async def all_run():
+                reports = (await statuses_by_pid(url)).values()
+                running = sum(report["proxy"]["num_running"] for report in reports)
+                return running == NUM_REQUESTS or None
+
+            await eventually(all_run)
+            serving.send_signal(signal.SIGINT)
+            await said(serving, "draining")
+            serving.send_signal(signal.SIGINT)
+            async with asyncio.timeout(DEADLINE_S):
+                assert await serving.wait() == 130
+                _, left = await asyncio.to_thread(psutil.wait_procs, everybody, 5)
+            assert left == []
+            await asyncio.gather(*asked, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -13,8 +13,9 @@ from etcd_kit import require_etcd
 from watching import until
 
 from neuron_di.errors import ConfigError
-from neuron_di.etcd.child import FOLDER_PREFIX, STARTS_MAX, ChildEtcd, _sweep, free_ports
+from neuron_di.etcd.child import FOLDER_PREFIX, STARTS_MAX, ChildEtcd, free_ports
 from neuron_di.etcd.client import EtcdClient
+from neuron_di.own_folder import sweep
 
 OWNER = """
 import asyncio
@@ -103,7 +104,7 @@ async def test_a_folder_is_swept_only_when_nobody_holds_it(folders, tmp_path):
         (own,) = folders()
         (tmp_path / own).rename(tmp_path / f"{FOLDER_PREFIX}{gone}-held")
         (tmp_path / f"{FOLDER_PREFIX}{os.getpid()}-left").mkdir()
-        _sweep()
+        sweep(FOLDER_PREFIX)
         assert folders() == [f"{FOLDER_PREFIX}{gone}-held"]
         assert etcd.pid is not None
         (tmp_path / f"{FOLDER_PREFIX}{gone}-held").rename(tmp_path / own)
