@@ -32,7 +32,7 @@ from neuron_di.config import (
     local_folder,
 )
 from neuron_di.cuda_devices import count_devices, share_devices
-from neuron_di.errors import PeerTimeout
+from neuron_di.errors import ConfigError
 from neuron_di.kv import create_arena
 from neuron_di.neuron_cores import (
     LOAD_TIMEOUT_S,
@@ -93,6 +93,7 @@ class Fleet:
         self._neuron_cores: dict[str, range] = {}  # by worker; empty on other devices
         self._gpus: Mapping[str, int] = {}  # the same
         self._watches: list[asyncio.Task[str]] = []
+        self._why_not = ""  # what the proxy said last of why it does not serve
         self.url = ""
         self.model_name = options.model_name or os.path.basename(os.path.normpath(options.model))
 
@@ -189,11 +190,15 @@ class Fleet:
                     if await self._serves(session) and ours <= await self._known(session, ours):
                         return
                 await asyncio.sleep(0.05)
-        raise PeerTimeout("the proxy did not learn of its workers in time")
+        why = f": {self._why_not}" if self._why_not else ""
+        raise ConfigError(f"the proxy did not learn of its workers in time{why}")
 
     async def _serves(self, session: aiohttp.ClientSession) -> bool:
         # Our own child: whom its certificate names is for others to check.
         async with session.get(f"{self.url}/health", ssl=False) as response:
+            self._why_not = (
+                "" if response.status == 200 else (await response.json()).get("reason", "")
+            )
             return response.status == 200
 
     async def _known(self, session: aiohttp.ClientSession, ours: set[str]) -> set[str]:

@@ -6,7 +6,6 @@ Next: neuron_di/worker/role_epochs.py
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -27,6 +26,7 @@ from neuron_di.obs import LaunchReport, get_logger, say
 from neuron_di.obs.hang_watch import watching_for_hangs
 from neuron_di.registry import Announcer, keep_s_for
 from neuron_di.registry.announcer import ANNOUNCE_TTL_S
+from neuron_di.stop_signals import stop_on_signals
 from neuron_di.types import Role, WorkerId
 from neuron_di.worker.announced_host import announced_host, as_announced
 from neuron_di.worker.model import LoadedModel, load_model, missing_memory, renewed
@@ -119,9 +119,7 @@ def _pin(core: int, count: int) -> None:
 async def _serve(options: WorkerOptions, model: LoadedModel, sock: socket.socket) -> bool:
     """Serve until the process is told to end. True: by an operator's drain."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop_on_signals(stop)
     async with open_registry(options.registry, options.etcd) as registry:
         process = _Process(options, model, sock, registry)
         orders = Orders(process.check_role, drain_timeout_s=options.drain_timeout_s)

@@ -6,20 +6,21 @@ Next: proxy/neuron_di_proxy/front.py, proxy/neuron_di_proxy/app.py
 import asyncio
 import gc
 import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from urllib.parse import urlsplit
 
 import uvloop
 
-from neuron_di.config import ProxyOptions, raise_descriptor_limit
+from neuron_di.config import ProxyOptions, is_loopback, raise_descriptor_limit
 from neuron_di.errors import ConfigError
 from neuron_di.etcd import open_registry
 from neuron_di.obs import get_logger, say
 from neuron_di.registry import Directory as RegistryDirectory
 from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer, keep_s_for
+from neuron_di.stop_signals import stop_on_signals
 from neuron_di_proxy.allocator import LOOK_INTERVAL_S, Allocator
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.processes import FurtherProcesses, Meeting, part_of
@@ -86,12 +87,29 @@ async def open_directory(options: ProxyOptions) -> AsyncIterator[tuple[Directory
             client = await stack.enter_async_context(RegistryClient(options.sibling_registry))
             yield await stack.enter_async_context(of_registry(client)), Meeting()
         else:
+            _check_exposure(options)
             registry = EmbeddedRegistry()
             server = await stack.enter_async_context(
                 RegistryServer(registry, options.registry_bind)
             )
             directory = await stack.enter_async_context(of_registry(registry))
             yield directory, Meeting(registry=server.address)
+
+
+def _check_exposure(options: ProxyOptions) -> None:
+    """Refuse a registry that others can reach: it believes whoever announces a worker."""
+    try:
+        parts = urlsplit(options.registry_bind)
+        is_ours = parts.scheme != "tcp" or is_loopback(parts.hostname or "")
+    except ValueError:  # it says itself what is wrong with it
+        is_ours = True
+    if not is_ours and not options.front.insecure:
+        raise ConfigError(
+            f"--registry-bind {options.registry_bind} can be reached from other machines, and this "
+            "registry asks for no key: whoever announces a worker there gets prompts. Mend: give a "
+            "loopback address, use etcd, or say --insecure",
+            param="registry_bind",
+        )
 
 
 async def _child_etcd(stack: AsyncExitStack) -> str:
@@ -103,9 +121,7 @@ async def _child_etcd(stack: AsyncExitStack) -> str:
 
 async def _run(options: ProxyOptions) -> None:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop_on_signals(stop)
     config = config_of(options)
     sock = bind(config, is_first=options.sibling_index == 0)
     host, port = sock.getsockname()[:2]

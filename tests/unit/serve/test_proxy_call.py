@@ -38,6 +38,9 @@ def address() -> Iterator[tuple[str, list[bytes]]]:
                         for piece in says:
                             connection.sendall(piece)
                             time.sleep(0.05)
+                        connection.shutdown(socket.SHUT_WR)
+                        while connection.recv(4096):  # else what was not read would reset it
+                            pass
                     except OSError:  # who asked has gone
                         pass
 

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from neuron_di.clock import Deadline
 from neuron_di.config import EtcdOptions, ServeOptions
-from neuron_di.errors import PeerTimeout
+from neuron_di.errors import ConfigError
 from neuron_di.serve import Fleet
 
 
@@ -49,7 +49,7 @@ def fleet_of(proxy, *etcd):
 @pytest.mark.parametrize("etcd", [(), ("auto",), ("127.0.0.1:2379",)])
 async def test_it_waits_for_its_own_workers(proxy, etcd):
     fleet = fleet_of(proxy, *etcd)
-    with pytest.raises(PeerTimeout, match="did not learn of its workers"):
+    with pytest.raises(ConfigError, match="did not learn of its workers"):
         await fleet._reachable(Deadline.after(0.2))
     waiting = asyncio.create_task(fleet._reachable(Deadline.after(30)))
     for name in fleet._roles:

@@ -1,0 +1,24 @@
+"""When a process is told to end: once to drain, by Ctrl-C once more to end at once."""
+
+import asyncio
+import os
+import signal
+
+HURRIED_CODE = 130
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set `stop`. SIGINT after that ends the process as a kill does.
+
+    What a killed process leaves behind is given back by others, or the system, here too. SIGTERM
+    may come several times: whoever sends it to a group of processes sends it to each once more.
+    """
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if stop.is_set():
+            os._exit(HURRIED_CODE)
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, interrupt)

@@ -1,0 +1,57 @@
+"""A process that is told to end, once and again."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# Drains for 0.5 s, then ends by itself.
+SCRIPT = """
+import asyncio
+from neuron_di.stop_signals import stop_on_signals
+
+async def run():
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    print("ready", flush=True)
+    await stop.wait()
+    print("draining", flush=True)
+    await asyncio.sleep(0.5)
+    print("drained", flush=True)
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code", "said"),
+    [
+        ([signal.SIGINT], 0, "drained\n"),
+        ([signal.SIGTERM, signal.SIGTERM], 0, "drained\n"),
+        ([signal.SIGINT, signal.SIGTERM], 0, "drained\n"),
+        ([signal.SIGINT, signal.SIGINT], 130, ""),
+        ([signal.SIGTERM, signal.SIGINT], 130, ""),
+    ],
+)
+def test_only_a_second_interrupt_cuts_the_drain_short(numbers, code, said):
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(numbers[0])
+        assert process.stdout.readline() == "draining\n"
+        for number in numbers[1:]:
+            process.send_signal(number)
+        rest = process.stdout.read()
+        assert (process.wait(30), rest) == (code, said)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.1.2.3"])
+def test_a_registry_that_others_reach_is_refused(host):
+    words = ["neuron_di", "proxy", "--port=0", f"--registry-bind=tcp://{host}:0"]
+    ended = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert "asks for no key" in ended.stderr
