@@ -48,8 +48,8 @@ def run_worker(options: WorkerOptions) -> None:
             f"--host {options.host} can be reached from other machines, and a worker does whatever "
             "it is asked: listen on loopback, or say --insecure where that network is trusted"
         )
-    if options.port:
-        bind(options.host, options.port).close()  # what is taken is said now, not after the load
+    for host, port in _given_ports(options):
+        bind(host, port).close()  # what is taken is said now, not when it is needed
     raise_descriptor_limit()
     if options.core is not None:
         _pin(options.core, options.engine.tp)
@@ -114,6 +114,16 @@ def _pin(core: int, count: int) -> None:
         os.sched_setaffinity(0, {core} | others)
     except OSError as error:
         raise ConfigError(f"cannot pin this worker to core {core}: {error}") from None
+
+
+def _given_ports(options: WorkerOptions) -> list[tuple[str, int]]:
+    """Where it must listen sooner or later. Any free port will be there."""
+    ports = [(options.host, options.port)]
+    if options.role == "prefill":
+        transfer = options.kv_transfer
+        ports.append((transfer.transfer_host or options.host, transfer.transfer_port))
+        ports.append((options.host, transfer.nrt_control_port))
+    return [(host, port) for host, port in ports if port]
 
 
 async def _serve(options: WorkerOptions, model: LoadedModel, sock: socket.socket) -> bool:

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from neuron_di.config import EtcdOptions, HandOverOptions, WorkerOptions
+from neuron_di.config import EtcdOptions, HandOverOptions, TransferOptions, WorkerOptions
 from neuron_di.errors import CheckpointError, ConfigError, PeerTimeout
 from neuron_di.worker import process, run_worker
 
@@ -38,6 +38,18 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(tmp_path):
         options = WorkerOptions(model=str(tmp_path / "none"), role="decode", port=port)
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*in use.*another"):
             run_worker(options)
+
+
+@pytest.mark.parametrize("field", ["transfer_port", "nrt_control_port"])
+def test_a_port_that_is_needed_later_is_tried_at_the_start(tmp_path, field):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        transfer = TransferOptions(**{field: port})
+        none = str(tmp_path / "none")
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*in use.*another"):
+            run_worker(WorkerOptions(model=none, role="prefill", kv_transfer=transfer))
+        with pytest.raises(CheckpointError):  # a decode worker does not listen there
+            run_worker(WorkerOptions(model=none, role="decode", kv_transfer=transfer))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
