@@ -1,10 +1,11 @@
 """`neuron-di serve` as its user sees it: progress, where to send requests, the drain."""
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn
@@ -12,6 +13,20 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Ta
 from neuron_di.config import ServeOptions
 from neuron_di.obs import LaunchReport
 from neuron_di.serve import Fleet
+
+
+class Terminal(Console):
+    """Standard error. It may be a pipe that nobody reads, or a full disk: what serves goes on."""
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        super().__init__(stderr=True, file=file, soft_wrap=True)  # an address stays in one piece
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+    def print(self, *words: Any, **options: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*words, **options)
 
 
 class LoadProgress:
@@ -54,7 +69,7 @@ async def serve_until_stopped(options: ServeOptions) -> int:
 
     Returns the exit code: 1 when the fleet could not go on, 130 when the drain was cut short.
     """
-    console = Console(stderr=True, soft_wrap=True)  # an address stays in one piece
+    console = Terminal()
     stop, stop_at_once = _signals()
     with LoadProgress(console) as progress:
         fleet = Fleet(options, progress.on_report, partial(_say, console))

@@ -66,6 +66,7 @@ def show_top(
     view.look_if_there()  # a wrong key shows at once
     # A script's background job is born deaf to Ctrl-C, and this would then never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _end)  # else the terminal would stay as it is drawn on
     live = Live(
         get_renderable=lambda: view,
         console=console,
@@ -79,6 +80,10 @@ def show_top(
                 view.look_if_there()
     except KeyboardInterrupt:
         return 0
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 class View:

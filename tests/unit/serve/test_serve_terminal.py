@@ -1,0 +1,30 @@
+"""What `serve` says goes to a terminal, a file or a pipe, and none of them can end it."""
+
+import os
+
+import pytest
+
+from neuron_di import serve_terminal
+from neuron_di.serve_terminal import Terminal
+
+
+def test_a_pipe_that_nobody_reads_ends_nothing():
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        terminal = Terminal(file)
+        serve_terminal._say(terminal, "said")
+        assert os.read(reading, 100) == b"said\n"
+        os.close(reading)
+        for _ in range(3):
+            serve_terminal._say(terminal, "worker decode-0 ended; starting it again")
+        # What the file itself still holds cannot be written at its end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
+
+
+@pytest.mark.parametrize("style", ["", "red"])
+def test_a_full_disk_ends_nothing(style):
+    with open("/dev/full", "w") as file:
+        terminal = Terminal(file)
+        for _ in range(3):
+            serve_terminal._say(terminal, "x" * 10_000, style)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
