@@ -126,6 +126,15 @@ async def test_a_process_that_lost_the_first_one_leaves_the_port_and_ends_its_st
 
         await eventually(both_run_some)
         proxy.process.kill()
+
+        async def has_left_the_port():
+            try:
+                socket.create_connection(("127.0.0.1", int(words[2])), 5).close()
+            except ConnectionRefusedError:
+                return True
+            return None
+
+        await eventually(has_left_the_port)
         async with part(*words) as successor:
             assert successor.url == proxy.url
             assert sibling.is_running()
