@@ -58,6 +58,7 @@ class Resharding:
         self._destination_token_bytes = destination.head_dim * DTYPE_BYTES[destination.dtype]
         self.landing = source.without_replicas()
         self._used_rows = _used_rows(source)
+        self._used_landing_rows = _used_rows(self.landing)
         self._landing_rows, self._destination_rows = _row_pairs(self.landing, destination)
 
     @property
@@ -95,7 +96,7 @@ class Resharding:
         lengths[num_parts:] = num_last * self._source_token_bytes
         runs = Runs(
             source_offsets=_offsets(sources, num_full, source_parts, self._used_rows),
-            destination_offsets=_offsets(landings, num_full, parts, _used_rows(self.landing)),
+            destination_offsets=_offsets(landings, num_full, parts, self._used_landing_rows),
             lengths=lengths,
         )
         # Between heads that are moved lie the replicas that are not: then there are no neighbours.
