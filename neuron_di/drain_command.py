@@ -1,6 +1,7 @@
 """`neuron-di drain WORKER`: no new requests, running ones finish, then it is gone."""
 
 import argparse
+import math
 
 SUMMARY = "let a worker finish what it has, then end it, and see that it is gone"
 
@@ -15,7 +16,7 @@ def add_order_flags(parser: argparse.ArgumentParser) -> None:
     """What all orders have."""
     parser.add_argument(
         "--timeout-s",
-        type=float,
+        type=seconds,
         default=None,
         help="seconds that running requests get to finish; what runs longer is cut here and goes "
         "on with other workers; none takes the worker's own --drain-timeout-s",
@@ -25,6 +26,14 @@ def add_order_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also where no other worker of its role would be left for its model",
     )
+
+
+def seconds(text: str) -> float:
+    """ValueError, which argparse tells as "invalid seconds value", where it is no length of time."""
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:  # NaN neither
+        raise ValueError
+    return seconds
 
 
 def run_drain_command(flags: argparse.Namespace, key: str | None) -> int:

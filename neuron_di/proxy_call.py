@@ -13,6 +13,8 @@ from neuron_di.errors import ConfigError, PeerGone
 
 def check_address(url: str) -> SplitResult:
     """The parts of an http or https address. ConfigError when it is none."""
+    if "@" in url:  # looked at first: no other refusal is to show a password
+        raise ConfigError("--url takes no user; a key is in a variable")
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -23,8 +25,8 @@ def check_address(url: str) -> SplitResult:
     is_plain = url.isprintable() and " " not in url
     if parts.scheme not in ("http", "https") or not host or not is_plain:
         raise ConfigError(f"--url {url!r} is no address such as http://127.0.0.1:8000")
-    if parts.username is not None or parts.query or parts.fragment:
-        raise ConfigError("--url takes neither a user nor a query; a key is in a variable")
+    if parts.query or parts.fragment:
+        raise ConfigError("--url takes no query; a key is in a variable")
     return parts
 
 

@@ -39,7 +39,7 @@ def run_bench_command(flags: argparse.Namespace) -> int:
     settings = settings_of(flags)
     trace = _trace(settings)
     for path in (flags.json, flags.plot):
-        _require_folder(path)
+        _require_writable(path)
     if flags.plot:
         require_matplotlib()
     run, signal_number = _run(settings, trace, os.environ.get(KEY_VARIABLE))
@@ -98,10 +98,15 @@ def _trace(settings: "Settings") -> "Trace | None":
     return read_trace(settings.trace, block_tokens=settings.trace_block_tokens)
 
 
-def _require_folder(path: str | None) -> None:
+def _require_writable(path: str | None) -> None:
     """Figures that cannot be written are found out before they are measured."""
-    if path is not None and not Path(path).parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {Path(path).parent}")
+    if path is None:
+        return
+    file, folder = Path(path), Path(path).parent
+    if not folder.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {folder}")
+    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written")
 
 
 def _run(settings: "Settings", trace: "Trace | None", key: str | None) -> "tuple[Run | None, int]":

@@ -18,6 +18,8 @@ T = TypeVar("T")
 _CONFIG_VARIABLE = VARIABLE_PREFIX + "CONFIG"
 _CUDART_VARIABLE = VARIABLE_PREFIX + "CUDART"  # no option's: where the CUDA runtime library is
 
+_FILE_BYTES_MAX = 1 << 20  # a device, or a wrong path, may have no end
+
 # By key: what was written, and where, as in "NEURON_DI_PORT" or "port in site.toml".
 _Written = dict[str, tuple[object, str]]
 
@@ -67,7 +69,11 @@ def refused_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _from_file(path: Path, known: Mapping[str, OptionSpec]) -> _Written:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_FILE_BYTES_MAX + 1)
+        if len(content) > _FILE_BYTES_MAX:
+            raise ConfigError(f"{path} has more than {_FILE_BYTES_MAX} bytes: no configuration")
+        table = tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -119,7 +119,7 @@ def load_weights(
     With a shard, whose `spec` this is, only its part is read.
 
     Raises CheckpointError that names the file and the tensor when one is missing, has another
-    shape than config.json implies, or when a file is damaged.
+    shape than config.json implies or values that `dtype` cannot hold, or when a file is damaged.
     """
     weights = ModelWeights.allocate(spec, getattr(torch, dtype), device)
     targets = dict(weights.stored_tensors(spec))
@@ -141,6 +141,7 @@ def load_weights(
                         target.copy_(view[part.own.start : part.own.stop])
                     else:
                         target.copy_(view[:, part.own.start : part.own.stop])
+                    _check_range(path, name, target, view.get_dtype())
                     bytes_done += target.nbytes
                     if on_progress is not None:
                         on_progress(bytes_done, bytes_total)
@@ -171,4 +172,12 @@ def _check_tensor(path: Path, name: str, shape: list[int], dtype: str, expected:
     if dtype not in _FLOAT_DTYPES:
         raise CheckpointError(
             f"{path}: tensor {name} is stored as {dtype}; supported: {', '.join(_FLOAT_DTYPES)}"
+        )
+
+
+def _check_range(path: Path, name: str, loaded: torch.Tensor, stored_dtype: str) -> None:
+    """Of what bfloat16 holds, float16 makes infinities from 65,520 on: tokens would be nonsense."""
+    if loaded.dtype is torch.float16 and stored_dtype != "F16" and loaded.isinf().any():
+        raise CheckpointError(
+            f"{path}: tensor {name} has values beyond float16's range; use --dtype bfloat16"
         )

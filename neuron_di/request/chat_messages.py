@@ -30,11 +30,15 @@ _KNOWN_KEYS = {*_KEYS_OF_ALL, *_UNREAD_KEYS, *sum(_KEYS_OF_ROLE.values(), ())}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
-def check_messages(messages: Any, *, takes_tool_calls: bool) -> list[dict[str, Any]]:
+def check_messages(
+    messages: Any, *, takes_tool_calls: bool, knows_developer: bool
+) -> list[dict[str, Any]]:
     """The messages as a template reads them; `messages` is the client's JSON.
 
     `takes_tool_calls`: the template knows calls, and that they come without a content. Another
-    gets an empty one. Raises BadRequest or TooLarge, whose param is "messages" or a part of it.
+    gets an empty one. `knows_developer`: that it knows this role. For another a developer is the
+    system: templates pass over roles that they do not know without a word, or name them to a model
+    that never met them. Raises BadRequest or TooLarge, whose param is "messages" or a part of it.
     """
     if not isinstance(messages, list) or not messages:
         raise _bad("messages must be a list with at least one message")
@@ -42,10 +46,15 @@ def check_messages(messages: Any, *, takes_tool_calls: bool) -> list[dict[str, A
         raise TooLarge(
             f"{len(messages)} messages, more than the limit of {MESSAGES_MAX}", param="messages"
         )
-    return [
+    checked = [
         _check_message(f"messages[{index}]", message, takes_tool_calls)
         for index, message in enumerate(messages)
     ]
+    if not knows_developer:
+        for message in checked:
+            if message["role"] == "developer":
+                message["role"] = "system"
+    return checked
 
 
 def _check_message(where: str, message: Any, takes_tool_calls: bool) -> dict[str, Any]:

@@ -84,7 +84,11 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message exclude each other",
                 param="continue_final_message",
             )
-        checked = check_messages(messages, takes_tool_calls="tool_calls" in self.source)
+        checked = check_messages(
+            messages,
+            takes_tool_calls="tool_calls" in self.source,
+            knows_developer="developer" in self.source,
+        )
         continued = _mark_end(checked[-1]) if extras.continue_final_message else None
         text = self._generate(
             messages=checked,

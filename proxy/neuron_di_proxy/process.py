@@ -87,7 +87,7 @@ async def open_directory(options: ProxyOptions) -> AsyncIterator[tuple[Directory
             client = await stack.enter_async_context(RegistryClient(options.sibling_registry))
             yield await stack.enter_async_context(of_registry(client)), Meeting()
         else:
-            _check_exposure(options)
+            _check_registry_exposure(options)
             registry = EmbeddedRegistry()
             server = await stack.enter_async_context(
                 RegistryServer(registry, options.registry_bind)
@@ -96,7 +96,7 @@ async def open_directory(options: ProxyOptions) -> AsyncIterator[tuple[Directory
             yield directory, Meeting(registry=server.address)
 
 
-def _check_exposure(options: ProxyOptions) -> None:
+def _check_registry_exposure(options: ProxyOptions) -> None:
     """Refuse a registry that others can reach: it believes whoever announces a worker."""
     try:
         parts = urlsplit(options.registry_bind)

@@ -31,7 +31,7 @@ def bind(config: ProxyConfig, *, is_first: bool = True) -> socket.socket:
     and there are no keys.
     """
     require_address(config.host)
-    _check_exposure(config)
+    _check_service_exposure(config)
     is_shared = config.front.processes > 1
     if is_shared and is_first:
         # Sharing asks nobody: a proxy that is there already would lose clients to this one.
@@ -135,7 +135,7 @@ async def _drain(service: Service, deadline: Deadline) -> None:
         service.abandon_running()
 
 
-def _check_exposure(config: ProxyConfig) -> None:
+def _check_service_exposure(config: ProxyConfig) -> None:
     """Refuse to serve whoever can connect where that may be anybody. Warn of keys in the clear."""
     front = config.front
     if front.api_keys is not None and front.tls_cert is None and not is_loopback(config.host):

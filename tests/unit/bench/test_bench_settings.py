@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from neuron_di.bench.command import settings_of
+from neuron_di.bench.command import run_bench_command, settings_of
 from neuron_di.bench.flags import add_bench_flags
 from neuron_di.bench.lengths import Lengths
 from neuron_di.config import FlagParser
@@ -113,3 +113,13 @@ def test_help_lists_the_presets():
     parser = argparse.ArgumentParser()
     add_bench_flags(parser)
     assert "llmperf: 1,024 tokens in, 100 ± 10 out" in " ".join(parser.format_help().split())
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_what_cannot_be_written_is_said_before_anything_is_measured(flag, tmp_path):
+    parser = FlagParser(prog="bench")
+    add_bench_flags(parser)
+    for path in (tmp_path / "absent" / "x", tmp_path):
+        flags = parser.parse_args(["--url", "http://127.0.0.1:1", flag, str(path)])
+        with pytest.raises(ConfigError, match="cannot be written"):
+            run_bench_command(flags)

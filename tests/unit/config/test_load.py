@@ -1,5 +1,6 @@
 import argparse
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -182,6 +183,8 @@ def test_a_file_that_cannot_be_read(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load(ServeOptions, ["m"], {}, binary)
+    with pytest.raises(ConfigError, match="/dev/zero has more than"):
+        load(ServeOptions, ["m"], {}, Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(

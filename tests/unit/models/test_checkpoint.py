@@ -79,6 +79,17 @@ def test_wrong_dtype_is_named(llama_folder: Path) -> None:
         load(llama_folder)
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_what_float16_cannot_hold_is_named(tmp_path: Path, stored: str) -> None:
+    write_random_checkpoint(tmp_path, "llama", dtype=stored)
+    spec = ModelSpec.from_folder(tmp_path)
+    load_weights(tmp_path, spec, dtype="float16")
+    edit_tensors(tmp_path, lambda tensors: tensors[NORM].__setitem__(3, 70_000.0))
+    with pytest.raises(CheckpointError, match=rf"{NORM} has values beyond float16's range"):
+        load_weights(tmp_path, spec, dtype="float16")
+    load_weights(tmp_path, spec, dtype="bfloat16")
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, -1000])
 def test_truncated_weights_are_named(llama_folder: Path, keep: int) -> None:
     path = llama_folder / "model.safetensors"

@@ -1,6 +1,7 @@
 """What clients see, and what workers see, when a request does not end well."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from dataclasses import replace
@@ -266,17 +267,24 @@ async def test_a_prompt_counts_although_its_client_leaves(cluster):
     assert receipt["num_generated"] == 1
 
 
+@contextlib.asynccontextmanager
+async def proxy_with_rate(cluster, tmp_path, tokens_per_minute):
+    """A second proxy of the cluster, whose only key has a rate; `http` uses the key."""
+    key_id, text, digest = make_key()
+    path = tmp_path / "keys.toml"
+    record = KeyRecord(tenant="t", sha256=digest, tokens_per_minute=tokens_per_minute)
+    write_key_file(path, {key_id: record})
+    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    async with RunningProxy(config, cluster.proxy.directory.records) as proxy:
+        proxy.http.headers["Authorization"] = f"Bearer {text}"
+        yield proxy
+
+
 async def test_a_prompt_counts_against_its_tenants_rate_although_its_client_leaves(
     cluster, stack, tmp_path
 ):
-    key_id, text, digest = make_key()
-    path = tmp_path / "keys.toml"
     # The prompt has 5 tokens: with token 0 it is more than a minute's, without it is not.
-    write_key_file(path, {key_id: KeyRecord(tenant="t", sha256=digest, tokens_per_minute=3)})
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
-    records = cluster.proxy.directory.records
-    proxy = await stack.enter_async_context(RunningProxy(config, records))
-    proxy.http.headers["Authorization"] = f"Bearer {text}"
+    proxy = await stack.enter_async_context(proxy_with_rate(cluster, tmp_path, 3))
     opening = asyncio.create_task(proxy.http.post("/v1/completions", json=STREAM))
     prefill_leg, decode_leg = await cluster.prefill.next_leg(), await cluster.decode.next_leg()
     await prefill_leg.send(token(0), parked())
@@ -294,13 +302,7 @@ async def test_a_prompt_counts_against_its_tenants_rate_although_its_client_leav
 async def test_a_prompt_counts_by_its_bytes_for_who_leaves_before_its_tokens_are_known(
     cluster, stack, tmp_path
 ):
-    key_id, text, digest = make_key()
-    path = tmp_path / "keys.toml"
-    write_key_file(path, {key_id: KeyRecord(tenant="t", sha256=digest, tokens_per_minute=600)})
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
-    records = cluster.proxy.directory.records
-    proxy = await stack.enter_async_context(RunningProxy(config, records))
-    proxy.http.headers["Authorization"] = f"Bearer {text}"
+    proxy = await stack.enter_async_context(proxy_with_rate(cluster, tmp_path, 600))
     wanted = STREAM | {"prompt": "four" * 1000}
     opening = asyncio.create_task(proxy.http.post("/v1/completions", json=wanted))
     prefill_leg, decode_leg = await cluster.prefill.next_leg(), await cluster.decode.next_leg()

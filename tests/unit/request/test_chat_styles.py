@@ -150,11 +150,15 @@ def test_the_templates_rules_are_the_clients_to_keep():
         ChatTemplate(STYLES["mistral"], {"bos_token": "", "eos_token": ""}).render([ASK, bad_id])
 
 
-def test_a_developer_is_what_the_template_makes_of_one():
+def test_a_developer_is_the_system_where_the_template_does_not_know_one():
+    messages = [{"role": "developer", "content": "x"}]
     source = "{{ messages[0].role }}: {{ messages[0].content }}"
-    assert ChatTemplate(source, {}).render([{"role": "developer", "content": "x"}]) == (
-        "developer: x"
+    assert ChatTemplate(source, {}).render(messages) == "system: x"
+    assert messages == [{"role": "developer", "content": "x"}]  # the client's stay what they are
+    source = (
+        "{% if messages[0].role == 'developer' %}developer: {{ messages[0].content }}{% endif %}"
     )
+    assert ChatTemplate(source, {}).render(messages) == "developer: x"
 
 
 @pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])

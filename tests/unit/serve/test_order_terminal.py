@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from neuron_di.cli import main
 from neuron_di.order_terminal import Order, show_order
 from neuron_di.wire.admin import DrainProgress
 from neuron_di_proxy.admin_order import AdminLine, Phase
@@ -37,3 +38,12 @@ def test_who_interrupts_hears_what_becomes_of_it(
     with pytest.raises(KeyboardInterrupt):
         show_order("w", lines(), order)
     assert capsys.readouterr().out.splitlines()[-1] == words
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "soon", ""])
+@pytest.mark.parametrize("order", [["drain", "w"], ["role", "w", "decode"]])
+def test_a_time_to_finish_is_a_length_of_time(
+    capsys: pytest.CaptureFixture[str], order: list[str], text: str
+) -> None:
+    assert main([*order, "--timeout-s", text]) == 2
+    assert f"--timeout-s: invalid seconds value: {text!r}" in capsys.readouterr().err

@@ -73,6 +73,9 @@ def status(url: str, key: str | None = None) -> None:
         "http://a:1\r\n",
         "http://a/?x=1",
         "http://secret@a",
+        "http://ops:secret@a:x",
+        "ftp://ops:secret@a",
+        "http://ops:secret@[::1",
     ],
 )
 def test_what_is_no_address_is_said_before_anything_is_sent(command, url):
