@@ -29,7 +29,7 @@ def add_order_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def seconds(text: str) -> float:
-    """ValueError, which argparse tells as "invalid seconds value", where it is no length of time."""
+    """A length of time; argparse tells a ValueError as "invalid seconds value"."""
     seconds = float(text)
     if not 0 <= seconds < math.inf:  # NaN neither
         raise ValueError
