@@ -42,7 +42,6 @@ from neuron_di.wire.leg_link import (
     FrameReader,
     LegKind,
     OpenLeg,
-    PlainToken,
     Told,
     encode_frame,
     from_proxy_decoder,
@@ -197,8 +196,8 @@ class HandOvers:
 class LinkWorker(asyncio.Protocol):
     """One connection of our proxy: a leg link, or a GET of the worker's status.
 
-    As bare as `HttpWorker`: what a real worker spends on its end of a link, or on HTTP, is not what
-    is measured. What all its legs say at one tick is one frame.
+    As bare as `HttpWorker`, whose events are a template, too: what a real worker spends on its end of
+    a link, or on HTTP, is not what is measured. What all its legs say at one tick is one frame.
     """
 
     def __init__(self, ticker: Ticker, hand_overs: HandOvers, status: WorkerStatus) -> None:
@@ -209,7 +208,7 @@ class LinkWorker(asyncio.Protocol):
         self._is_link = False
         self._keys: dict[int, bytes] = {}
         self._running: dict[int, list[int]] = {}  # leg -> the last index said, the last to say
-        self._tokens: list[PlainToken] = []
+        self._tokens: list[bytes] = []
         self._events: list[tuple[int, LegEvent]] = []
         self._alive: asyncio.TimerHandle | None = None
         self._transport: Any = None
@@ -267,7 +266,7 @@ class LinkWorker(asyncio.Protocol):
     def _prefilled(self, number: int, num_tokens: int) -> None:
         if (key := self._keys.get(number)) is None:
             return
-        self._tokens.append((number, 0, 0, stamp().decode()))
+        self._tokens.append(_token(number, 0))
         if num_tokens == 1:
             self._over(number, finished(1))
         else:
@@ -288,7 +287,7 @@ class LinkWorker(asyncio.Protocol):
         for number, indexes in list(self._running.items()):
             indexes[0] += 1
             index, last = indexes
-            self._tokens.append((number, index, index, stamp().decode()))
+            self._tokens.append(_token(number, index))
             if index == last:
                 del self._running[number]
                 self._over(number, finished(last + 1))
@@ -301,13 +300,36 @@ class LinkWorker(asyncio.Protocol):
         self._events.append((number, event))
 
     def _send(self) -> None:
-        self._transport.write(encode_frame(Told(self._tokens, self._events)))
+        self._transport.write(_told(self._tokens, self._events))
         self._tokens, self._events = [], []
 
     def _say_alive(self) -> None:
         self._transport.write(encode_frame(Told([], [], self._status)))
         loop = asyncio.get_running_loop()
         self._alive = loop.call_later(ALIVE_INTERVAL_S, self._say_alive)
+
+
+def _token(number: int, index: int) -> bytes:
+    """A `PlainToken` in msgpack, made as an event of `HttpWorker` is; its id is its index."""
+    return b"\x94%b%b%b\xb5%b" % (_unsigned(number), _unsigned(index), _unsigned(index), stamp())
+
+
+def _unsigned(value: int) -> bytes:
+    return _UNSIGNED[value] if value < len(_UNSIGNED) else b"\xce%b" % value.to_bytes(4)
+
+
+_UNSIGNED = [bytes([value]) for value in range(0x80)]
+_UNSIGNED += [bytes([0xCC, value]) for value in range(0x80, 0x100)]
+_NO_EVENTS = b"\x90\xc0"
+
+
+def _told(tokens: list[bytes], events: list[tuple[int, LegEvent]]) -> bytes:
+    """A frame of these: `encode_frame(Told(tokens, events))`."""
+    rest = bytes(encode_frame(Told([], events))[6:]) if events else _NO_EVENTS
+    count = len(tokens)
+    start = bytes([0x93, 0x90 + count]) if count < 16 else b"\x93\xdd%b" % count.to_bytes(4)
+    payload = b"".join((start, *tokens, rest))
+    return len(payload).to_bytes(4) + payload
 
 
 def receipt(role: Any) -> LegReceipt:
