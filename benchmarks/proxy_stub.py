@@ -196,8 +196,8 @@ class HandOvers:
 class LinkWorker(asyncio.Protocol):
     """One connection of our proxy: a leg link, or a GET of the worker's status.
 
-    As bare as `HttpWorker`, whose events are a template, too: what a real worker spends on its end of
-    a link, or on HTTP, is not what is measured. What all its legs say at one tick is one frame.
+    As bare as `HttpWorker`, whose events are a template, too: what a real worker spends on its end
+    of a link, or on HTTP, is not what is measured. What all its legs say at one tick is one frame.
     """
 
     def __init__(self, ticker: Ticker, hand_overs: HandOvers, status: WorkerStatus) -> None:
