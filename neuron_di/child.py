@@ -135,10 +135,11 @@ class Child:
                 task.cancel()
             await asyncio.gather(life, doing, return_exceptions=True)
 
-    async def keep_up(self, start_timeout_s: float, tell: Tell) -> str:
+    async def keep_up(self, start_timeout_s: float, tell: Tell, *, gives_up: bool = True) -> str:
         """Start the process again whenever it ends. Returns why, when it refuses to start.
 
-        One that was drained on purpose stays away: this waits for ever then.
+        Unless it `gives_up`: then what is refused now may be taken later. One that was drained on
+        purpose stays away: this waits for ever then.
         """
         assert self._process is not None
         words, lived_s, num_refused = await self.life(), 0.0, 0
@@ -158,7 +159,7 @@ class Child:
                 await self.gone()
                 words = error.message
                 num_refused += isinstance(error, ConfigError)
-                if num_refused == STARTS_REFUSED_MAX:
+                if num_refused == STARTS_REFUSED_MAX and gives_up:
                     return words
                 continue
             num_refused = 0

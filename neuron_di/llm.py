@@ -5,6 +5,7 @@ The same engine as a worker of role "both", without sockets.
 
 import queue
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -14,7 +15,7 @@ import msgspec
 from neuron_di.config import EngineOptions
 from neuron_di.core import BlockPool, CombinedScheduler
 from neuron_di.engine import Broken, Emitted, Ended, Engine, EngineEvent, Key
-from neuron_di.errors import BadRequest, NeuronDiError
+from neuron_di.errors import BadRequest, LocalProtocolError, NeuronDiError
 from neuron_di.request import (
     OutputText,
     Request,
@@ -43,7 +44,8 @@ class Generation:
 class LLM:
     """Owns the model. Close it, or use it in a `with`, to give the memory back.
 
-    `options` are those of `EngineOptions`: dtype, decode_batch, threads, num_blocks, ...
+    Any thread may call it; calls wait for each other. `options` are those of `EngineOptions`:
+    dtype, decode_batch, threads, num_blocks, ...
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -58,6 +60,8 @@ class LLM:
             chunk_tokens=limits.chunk,
             waiting_max=limits.waiting_max,
         )
+        self._lock = threading.Lock()  # held while prompts are answered: events are of one call
+        self._is_closed = False
         self._events: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
         self._engine = Engine(
             self._model.backend,
@@ -84,17 +88,22 @@ class LLM:
         One prompt alone is a list of one. Without a seed each draws numbers of its own.
 
         BadRequest when a prompt or a parameter cannot be; nothing is computed then.
+        LocalProtocolError once it is closed.
         """
         listed = _listed(prompts)
-        requests = [self._request(prompt, sampling or SamplingParams()) for prompt in listed]
-        answers = {request.key: Generation(request.prompt_ids) for request in requests}
-        for start in range(0, len(requests), self._waiting_max):
-            self._run(requests[start : start + self._waiting_max], answers)
-        return list(answers.values())
+        with self._lock:
+            if self._is_closed:
+                raise LocalProtocolError("this LLM is closed")
+            return self._generate(listed, sampling or SamplingParams())
 
     def close(self) -> None:
-        self._engine.stop()
-        self._model.backend.close()
+        """May be called twice."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._engine.stop()
+            self._model.backend.close()
 
     def __enter__(self) -> Self:
         return self
@@ -102,13 +111,35 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _generate(
+        self, listed: Sequence[str | Sequence[int]], sampling: SamplingParams
+    ) -> list[Generation]:
+        requests = [self._request(prompt, sampling) for prompt in listed]
+        answers = {request.key: Generation(request.prompt_ids) for request in requests}
+        for start in range(0, len(requests), self._waiting_max):
+            self._run(requests[start : start + self._waiting_max], answers)
+        return list(answers.values())
+
     def _run(self, requests: list[Request], answers: dict[Key, Generation]) -> None:
+        try:
+            broken = self._collect(requests, answers)
+        except BaseException:  # Ctrl-C: nobody waits for these any more
+            for request in requests:
+                self._engine.cancel(request.key)
+            raise
+        if broken is not None:  # raised when all have ended: the next call starts afresh
+            raise broken
+
+    def _collect(
+        self, requests: list[Request], answers: dict[Key, Generation]
+    ) -> NeuronDiError | None:
+        """Until all have ended. The error of one that broke."""
         for request in requests:
             self._engine.submit(request)
         num_left = len(requests)
         broken: NeuronDiError | None = None
         while num_left:
-            for event in self._next_events(requests):
+            for event in self._events.get():
                 answer = answers.get(event.key)
                 if answer is None:
                     continue  # of an earlier call that was interrupted
@@ -122,16 +153,7 @@ class LLM:
                 elif isinstance(event, Broken):
                     broken = event.error
                     num_left -= 1
-        if broken is not None:  # raised when all have ended: the next call starts afresh
-            raise broken
-
-    def _next_events(self, requests: list[Request]) -> list[EngineEvent]:
-        try:
-            return self._events.get()
-        except BaseException:  # Ctrl-C: nobody waits for these any more
-            for request in requests:
-                self._engine.cancel(request.key)
-            raise
+        return broken
 
     def _request(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Request:
         tokenizer = self._model.tokenizer

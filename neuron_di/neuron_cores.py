@@ -42,6 +42,7 @@ _DEFAULTS = {ENABLED_VARIABLE: "1", PORT_VARIABLE: "45645"}
 # What the rendezvous of send and receive leaves behind when its process is killed; the older name
 # is of all users.
 LOCK_FOLDER = Path("/tmp")  # noqa: S108
+_INSTANCE = Path("/sys/devices/virtual/dmi/id/product_name")
 _LOCK_NAMES = ("nrt_kv_store_server_lock_uid_*", "nrt_kv_store_server.lock")
 
 
@@ -117,6 +118,7 @@ def allowed_cores(environ: Mapping[str, str], num_host_cores: int) -> tuple[int,
 def share_cores(allowed: tuple[int, ...], wanted: Mapping[str, int]) -> dict[str, range]:
     """Neighbouring cores for each worker, in the order given: `wanted` is how many, by its name.
 
+    They begin at a multiple of their number, if all can: so do the groups that are wired together.
     ConfigError, with the numbers, when they do not suffice.
     """
     needed = ", ".join(f"{name} {num_cores}" for name, num_cores in wanted.items())
@@ -126,19 +128,45 @@ def share_cores(allowed: tuple[int, ...], wanted: Mapping[str, int]) -> dict[str
             f"the workers need {sum(wanted.values())} NeuronCores ({needed}) and may use "
             f"{len(allowed)} ({as_text(allowed)}): {mend}"
         )
-    runs = _runs(allowed)
+    for is_aligned in (True, False):
+        shares = _place(_runs(allowed), wanted, is_aligned=is_aligned)
+        if len(shares) == len(wanted):
+            return shares
+    name, num_cores = list(wanted.items())[len(shares)]
+    raise ConfigError(
+        f"{name} needs {num_cores} NeuronCores beside each other, and of those that may be "
+        f"used ({as_text(allowed)}) no such run is left ({needed}): {mend}"
+    )
+
+
+def _place(runs: list[range], wanted: Mapping[str, int], *, is_aligned: bool) -> dict[str, range]:
+    """The first stretch that is long enough, for as many workers as there are such."""
     shares: dict[str, range] = {}
     for name, num_cores in wanted.items():
         for index, run in enumerate(runs):
-            if len(run) >= num_cores:
-                shares[name], runs[index] = run[:num_cores], run[num_cores:]
+            first = -(-run.start // num_cores) * num_cores if is_aligned else run.start
+            if first + num_cores <= run.stop:
+                shares[name] = range(first, first + num_cores)
+                left = (range(run.start, first), range(first + num_cores, run.stop))
+                runs[index : index + 1] = filter(len, left)
                 break
         else:
-            raise ConfigError(
-                f"{name} needs {num_cores} NeuronCores beside each other, and of those that may be "
-                f"used ({as_text(allowed)}) no such run is left ({needed}): {mend}"
-            )
+            break
     return shares
+
+
+def check_degree(num_cores: int) -> None:
+    """ConfigError where the runtime cannot join so many cores on this machine, as its firmware
+    names it: found out before minutes of compiling. The numbers are the runtime's own message.
+    """
+    with suppress(OSError):
+        name = _INSTANCE.read_text(encoding="utf-8", errors="replace")
+        if name.startswith("trn1") and num_cores not in (1, 2, 8, 16) and num_cores % 32:
+            raise ConfigError(
+                f"--tp {num_cores}: on Trn1 the runtime joins 1, 2, 8 or 16 NeuronCores, or a "
+                "multiple of 32",
+                param="tp",
+            )
 
 
 def worker_environment(environ: Mapping[str, str], cores: range) -> dict[str, str]:

@@ -9,6 +9,9 @@ import re
 from dataclasses import dataclass
 
 AWS_INDEX = "https://pip.repos.neuron.amazonaws.com"  # where pip finds the packages
+# NxD Inference before this one has KV as long as the context, and no positions behind it for rows
+# without a request, which apply_seq_ids_mask needs.
+INFERENCE_MIN, INFERENCE_MIN_SDK = (0, 7), "2.27"
 _NUMBERS = re.compile(r"\d+(?:\.\d+)*")
 
 

@@ -26,10 +26,12 @@ from neuron_di.config import (
     CudaOptions,
     ProxyOptions,
     ServeOptions,
+    WorkerAddressOptions,
     WorkerOptions,
     child_environment,
     flags_of,
     local_folder,
+    usable_cores,
 )
 from neuron_di.cuda_devices import count_devices, share_devices
 from neuron_di.errors import ConfigError
@@ -275,15 +277,22 @@ class Fleet:
             front=options.front,
             limits=options.limits,
             routing=options.routing,
+            addresses=self._addresses(),
             log=options.log,
         )
         return [sys.executable, "-m", "neuron_di", "proxy", *flags_of(proxy)]
+
+    def _addresses(self) -> WorkerAddressOptions:
+        """Where workers may be: those of this serve are on loopback, whatever else is allowed."""
+        networks = self._options.addresses.worker_networks
+        given = (*networks, "127.0.0.0/8") if networks else ()
+        return replace(self._options.addresses, worker_networks=given)
 
     def _worker_command(self, index: int, name: str) -> list[str]:
         options = self._options
         cores = sorted(os.sched_getaffinity(0))
         # Several workers share the cores: more threads than cores would only wait on each other.
-        threads = self._tps[name] if options.pin else max(1, len(cores) // len(self._roles))
+        threads = self._tps[name] if options.pin else max(1, usable_cores() // len(self._roles))
         engine = options.engine
         if engine.threads is None:
             engine = replace(engine, threads=threads)
@@ -308,6 +317,7 @@ class Fleet:
             kv_arena_fd=self._arena_fd,
             num_siblings=sum(not each.is_ready for each in self._workers),
             engine=engine,
+            addresses=self._addresses(),
             log=options.log,
         )
         return [sys.executable, "-m", "neuron_di", "worker", *flags_of(worker)]

@@ -21,6 +21,8 @@ need_cores() {
 }
 
 compile_model() {
+    [[ -z ${DEGREES:-} || " ${DEGREES[*]} " == *" $1 "* ]] || missing \
+        "$1 NeuronCores cannot be joined on $INSTANCE_TYPE" "one of ${DEGREES[*]} for a worker"
     [ -n "$IS_SIMULATED" ] ||
         need neuronx-cc "./install.sh, or source the SDK's environment, which has the compiler"
     shape "$1"

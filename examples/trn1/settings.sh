@@ -6,6 +6,7 @@
 : "${INSTANCE_TYPE:=trn1.32xlarge}"
 : "${NUM_CORES:=32}"
 : "${NUM_EFA:=8}"
+DEGREES=(1 2 8 16 32) # so many NeuronCores the runtime joins
 
 # The model, and what it is compiled for. TP must divide its attention heads and its MLP's columns.
 : "${MODEL:=Qwen/Qwen3-8B}"

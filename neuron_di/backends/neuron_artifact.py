@@ -31,6 +31,7 @@ _WHY = {
     "may just be coming in or going out",
     "async_mode": "a step would run beyond the one whose tokens are known, and write into a slot "
     "after its request has ended",
+    "sliding_window": "with one, apply_seq_ids_mask has no effect",
 }
 
 
@@ -138,6 +139,8 @@ def _differences(folder: Path, wanted: Manifest, neuron_config: Mapping[str, Any
         for name, value in neuron_config.items()
         if inner.get(name) != value
     ]
+    if (window := config.get("sliding_window")) is not None:
+        differences.append(_difference("sliding_window", window, None))
     return differences
 
 

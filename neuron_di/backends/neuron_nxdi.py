@@ -23,6 +23,7 @@ from neuron_di.models import ModelSpec
 
 SEQ_IDS_PAD = 128  # positions behind a slot's last that rows without a request write to
 _PREFIX = "kv_mgr.past_key_values."
+_IN_TORCHSCRIPT, _REASON = "failed in the TorchScript interpreter", "RuntimeError: "
 
 
 def neuron_config_of(settings: Settings) -> dict[str, Any]:
@@ -66,6 +67,9 @@ def compile_model(settings: Settings, model_folder: Path, out: Path) -> None:
         config = model_class.get_config_cls()(
             neuron_config, load_config=load_pretrained_config(str(model_folder))
         )
+        # The context is no longer than a model's window, so it has no effect but this one: with it
+        # NxD Inference passes over apply_seq_ids_mask, and writes into slots that wait.
+        config.sliding_window = None
         model_class(str(model_folder), config).compile(f"{out}/")
     except Exception as error:
         raise ConfigError(f"NxD Inference could not compile the model: {_words(error)}") from error
@@ -86,12 +90,18 @@ class NxdiModel:
 
     @classmethod
     def load(cls, folder: Path, settings: Settings, spec: ModelSpec) -> "NxdiModel":
-        """From an artifact, onto the cores. ConfigError where NxD Inference cannot."""
+        """From an artifact, onto the cores.
+
+        ConfigError where NxD Inference cannot; RuntimeError, with the reason, where the Neuron
+        runtime refuses: the graphs and their start are TorchScript.
+        """
         try:
             model = _class_of(settings)(f"{folder}/")
             model.load(f"{folder}/")
             return cls(model, settings, spec)
         except Exception as error:
+            if _IN_TORCHSCRIPT in str(error):
+                raise RuntimeError(_words(error)) from error
             raise ConfigError(
                 f"NxD Inference could not load the compiled model in {folder}: {_words(error)}. "
                 "Mend: should its files be damaged, delete that folder and run neuron-di compile "
@@ -168,7 +178,12 @@ class NxdiModel:
 def _class_of(settings: Settings) -> Any:
     from neuronx_distributed_inference.utils.constants import MODEL_TYPES
 
-    return MODEL_TYPES[settings.family]["causal-lm"]
+    # AWS runs Mistral by Llama's classes, and only its latest table says so.
+    names = (settings.family, "llama") if settings.family == "mistral" else (settings.family,)
+    for name in names:
+        if name in MODEL_TYPES:
+            return MODEL_TYPES[name]["causal-lm"]
+    raise ConfigError(f"this version of NxD Inference has no {settings.family}: take a newer one")
 
 
 def _in_order(tensors: dict[str, Any]) -> list[Any]:
@@ -184,5 +199,9 @@ def _in_order(tensors: dict[str, Any]) -> list[Any]:
 
 
 def _words(error: BaseException) -> str:
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    """In one line. TorchScript tells where it was first, and the reason last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    if _IN_TORCHSCRIPT in lines[0]:
+        reasons = [line for line in lines if line.startswith(_REASON)] or lines
+        return f"{type(error).__name__}: {reasons[-1].removeprefix(_REASON)}"
+    return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from neuron_di.config import NeuronOptions
 from neuron_di.errors import ConfigError
-from neuron_di.neuron_releases import AWS_INDEX
+from neuron_di.neuron_releases import AWS_INDEX, INFERENCE_MIN, INFERENCE_MIN_SDK, numbers_of
 
 # What decides what a compiled model computes.
 _VERSIONED = (
@@ -44,7 +44,16 @@ def require_packages(options: NeuronOptions) -> dict[str, str]:
             f"neuronx-distributed-inference torch-neuronx neuronx-cc --extra-index-url {AWS_INDEX} "
             "(PyPI's packages of these names are empty placeholders)"
         )
-    return {name: _version(name) for name in _VERSIONED}
+    versions = {name: _version(name) for name in _VERSIONED}
+    inference = versions["neuronx-distributed-inference"]
+    if () < numbers_of(inference) < INFERENCE_MIN:
+        raise ConfigError(
+            f"NxD Inference {inference} keeps no room behind a slot, so that a decode step would "
+            "write into slots that wait: install neuronx-distributed-inference "
+            f"{'.'.join(map(str, INFERENCE_MIN))} or newer, of Neuron SDK "
+            f"{INFERENCE_MIN_SDK} on"
+        )
+    return versions
 
 
 def _why_not(runner: str) -> str:

@@ -26,7 +26,7 @@ from neuron_di.config import EngineOptions
 from neuron_di.errors import ConfigError
 from neuron_di.kv import KvMap
 from neuron_di.models import ModelSpec, checkpoint_digest
-from neuron_di.neuron_cores import LOGICAL_CORES
+from neuron_di.neuron_cores import LOGICAL_CORES, check_degree
 
 _BUCKET_MIN = 128  # prompts are padded to this, and then to its doubles
 
@@ -78,6 +78,7 @@ def manifest_of(options: EngineOptions, spec: ModelSpec, folder: Path) -> Manife
     ConfigError where its runner, or this model, cannot work there.
     """
     packages = require_packages(options.neuron)
+    check_degree(options.tp)
     context_tokens = spec.context_of(options.context_tokens)
     if spec.sliding_window is not None and spec.sliding_window < context_tokens:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """What a process is told at its start: typed options from flags, environment and a TOML file."""
 
+from neuron_di.config.cpu_cores import usable_cores
 from neuron_di.config.cuda import CudaOptions
 from neuron_di.config.descriptor_limit import raise_descriptor_limit
 from neuron_di.config.doctor import DoctorOptions
@@ -55,4 +56,5 @@ __all__ = [
     "raise_descriptor_limit",
     "refused_variables",
     "require_address",
+    "usable_cores",
 ]

@@ -95,7 +95,8 @@ class EngineOptions:
     )
     tp: int = _rank_count()
     threads: int | None = option(
-        "threads a worker computes with; none divides the cores among the workers",
+        "threads a worker computes with; none divides the cores, or a container's share of them, "
+        "among the workers",
         default=None,
         at_least=1,
         at_most=1024,
@@ -312,6 +313,7 @@ class ServeOptions:
     limits: LimitOptions = field(default_factory=LimitOptions)
     routing: RoutingOptions = field(default_factory=RoutingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    addresses: WorkerAddressOptions = field(default_factory=WorkerAddressOptions)
     log: LogOptions = field(default_factory=LogOptions)
 
     def __post_init__(self) -> None:

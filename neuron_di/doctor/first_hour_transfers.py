@@ -210,9 +210,9 @@ def _artifact(bench: Bench) -> tuple[Path, range] | str:
     free = [lnc for lnc in allowed if lnc not in bench.cores]
     for first in reversed(free):
         cores = range(first, first + num_cores)
-        if set(cores) <= set(free):
+        if first % num_cores == 0 and set(cores) <= set(free):  # as `serve` places a worker
             return folder, cores
-    return f"The smallest compiled model needs {num_cores} cores beside each other."
+    return f"The smallest compiled model needs {num_cores} cores, from a multiple of that on."
 
 
 def _addresses(asked: Asked) -> Point:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from neuron_di.clock import Deadline
-from neuron_di.errors import PeerRefused
+from neuron_di.clock import Deadline, now_s
+from neuron_di.errors import PeerRefused, PeerTimeout
 from neuron_di.etcd.connection import MESSAGE_BYTES_MAX, Connection, Endpoint
 from neuron_di.etcd.failures import AnswerTooLarge, HistoryGone, UnknownLease
 from neuron_di.etcd.key_value import KeyRange, KeyValue, Listing, Page, key_value_of
@@ -92,9 +92,11 @@ class EtcdClient:
         try_timeout_s: float = TRY_TIMEOUT_S,
     ) -> None:
         self._call_timeout_s = call_timeout_s
+        self._try_timeout_s = try_timeout_s
         self._connection = Connection(
             addresses, security or Security(), try_timeout_s=try_timeout_s
         )
+        self._page_keys = PAGE_KEYS  # less while pages do not come in time
 
     @property
     def num_attempts(self) -> int:
@@ -186,21 +188,25 @@ class EtcdClient:
     ) -> AsyncGenerator[Page, None]:
         """These keys, in order, as they were at the first page's revision. One page at least.
 
-        Each page gets `timeout_s` seconds. HistoryGone where the revision is gone meanwhile.
+        Each page gets `timeout_s` seconds; where one takes longer, whoever asks again gets smaller
+        ones. HistoryGone where the revision is gone meanwhile.
         """
-        start, revision, cluster_id, page_keys = keys.first, 0, 0, PAGE_KEYS
+        start, revision, cluster_id = keys.first, 0, 0
         while True:
+            page_keys = self._page_keys
             request = RangeRequest(
                 key=start, range_end=keys.end, limit=page_keys, revision=revision
             )
             deadline = None if timeout_s is None else Deadline.after(timeout_s)
+            asked_s = now_s()
             try:
                 page = await self._call(RANGE, request, deadline)
-            except AnswerTooLarge:
-                if page_keys == 1:
+            except (AnswerTooLarge, PeerTimeout) as error:
+                self._page_keys = max(1, page_keys // 8)
+                if page_keys == 1 or isinstance(error, PeerTimeout):
                     raise
-                page_keys = max(1, page_keys // 8)
                 continue
+            is_quick = 4 * (now_s() - asked_s) < self._try_timeout_s
             if revision == 0:
                 revision, cluster_id = page.header.revision, page.header.cluster_id
             items = tuple(map(key_value_of, page.kvs))
@@ -208,8 +214,9 @@ class EtcdClient:
             if not page.more or not items:
                 return
             start = items[-1].key + b"\0"
-            if 4 * sum(len(item.key) + len(item.value) for item in items) < MESSAGE_BYTES_MAX:
-                page_keys = min(2 * page_keys, PAGE_KEYS)
+            num_bytes = sum(len(item.key) + len(item.value) for item in items)
+            if is_quick and 4 * num_bytes < MESSAGE_BYTES_MAX:
+                self._page_keys = min(2 * page_keys, PAGE_KEYS)
 
     async def txn(
         self,

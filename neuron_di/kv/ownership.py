@@ -30,7 +30,7 @@ from neuron_di.clock import Deadline, sleep_s
 from neuron_di.errors import KvChanged, LocalProtocolError, NeuronDiError, RemoteProtocolError
 from neuron_di.kv.arena import GATE_TIMEOUT_S, Arena, NoArena, SlotHeld
 from neuron_di.types import BlockId, Incarnation, WorkerId
-from neuron_di_bindings.owner_words import Ids, Words, passed_to, slots_of, word
+from neuron_di_bindings.owner_words import Ids, Words, fence, passed_to, slots_of, word
 
 TAKE_TIMEOUT_S = 0.05  # for the gate, while another worker joins: those behind it wait, too
 LEAVE_TIMEOUT_S = 1.0
@@ -152,10 +152,12 @@ class Ownership:
             return given_up  # from here on only the lead can fail
         # An offer that can be read is one offer: nothing is left of the one before.
         offers.own[group.given_ids] = 0
+        fence()
         offers.source_ids[group.given_ids] = group.source_ids
         offers.source[group.given_ids] = group.source
         offers.lead_ids[group.given_ids] = lead_id
         offers.lead[group.given_ids] = group.source[-1]
+        fence()
         offers.own[group.given_ids] = group.given
         arena.hints[group.source_ids] = group.given_ids
         if not words.swap(group.source_ids[-1:], group.source[-1:], own[-1:]).all():
@@ -259,10 +261,12 @@ def mend(arena: Arena, given_ids: Ids | None = None) -> None:
     given_ids, own = given_ids[is_open], own[is_open]
     if not len(given_ids):
         return
+    fence()
     lead_ids, lead = offers.lead_ids[given_ids], offers.lead[given_ids]
     source_ids, source = offers.source_ids[given_ids], offers.source[given_ids]
     # Its taker may live, and write another offer there: what was read is of one offer only
     # where that is the same before and after.
+    fence()
     is_whole = offers.own[given_ids] == own
     given_ids, own, takers = given_ids[is_whole], own[is_whole], slots_of(own[is_whole])
     lead_ids, lead = lead_ids[is_whole].astype(np.int64), lead[is_whole]

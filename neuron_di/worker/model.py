@@ -12,7 +12,7 @@ from neuron_di.backends import (
     open_backend,
     plan_device,
 )
-from neuron_di.config import EngineOptions
+from neuron_di.config import EngineOptions, usable_cores
 from neuron_di.errors import ConfigError
 from neuron_di.kv import KvLayout, KvPool, PoolMaker, segment_bytes
 from neuron_di.models import (
@@ -158,7 +158,7 @@ def load_model(
             layout=layout,
             num_blocks=num_blocks,
             incarnation=incarnation,
-            num_threads=options.threads or os.cpu_count() or 1,
+            num_threads=options.threads or usable_cores(),
             make_pool=arena or KvPool.create,
             on_progress=on_progress,
             plan=device,

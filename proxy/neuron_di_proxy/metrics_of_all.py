@@ -6,32 +6,24 @@ from collections.abc import Mapping
 def join_metrics(texts: Mapping[int, bytes]) -> bytes:
     """The metrics of all processes, by their index, in Prometheus' text format as each wrote it.
 
-    Counters and histograms are summed. A gauge is kept once per process, with the label
-    `process`: the sum of what every process says of the same worker would mean nothing.
+    Each series is kept once per process, with the label `process`. A sum would fall where one of
+    them was started again or did not answer, and Prometheus take the rest for new.
     """
     comments: dict[str, list[str]] = {}  # by family, in the order they came first
-    series: dict[str, dict[str, float]] = {}
+    series: dict[str, list[str]] = {}
     for index, text in texts.items():
-        family, is_gauge = "", False
+        family = ""
         for line in text.decode().splitlines():
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
-                series.setdefault(family, {})
             if line.startswith("#"):
-                is_gauge = line.endswith(" gauge")
                 known = comments.setdefault(family, [])
                 if line not in known:
                     known.append(line)
-                continue
-            name, _, value = line.rpartition(" ")
-            if is_gauge:
-                name = _labelled(name, index)
-            values = series[family]
-            values[name] = values.get(name, 0.0) + float(value)
-    lines: list[str] = []
-    for family, values in series.items():
-        lines += comments[family]
-        lines += [f"{name} {value!r}" for name, value in values.items()]
+            else:
+                name, _, value = line.rpartition(" ")
+                series.setdefault(family, []).append(f"{_labelled(name, index)} {value}")
+    lines = [line for family, about in comments.items() for line in about + series.get(family, [])]
     return "".join(f"{line}\n" for line in lines).encode()
 
 

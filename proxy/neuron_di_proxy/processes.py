@@ -65,8 +65,11 @@ class FurtherProcesses:
             await run_together(
                 child.start(deadline, lambda _name, _report: None) for child in self._children
             )
+            # What refuses one now, as a key file that is just being mended, kept no other waiting.
             self._watches = [
-                asyncio.create_task(child.keep_up(START_TIMEOUT_S, lambda _words: None))
+                asyncio.create_task(
+                    child.keep_up(START_TIMEOUT_S, lambda _words: None, gives_up=False)
+                )
                 for child in self._children
             ]
             self._stack = stack.pop_all()

@@ -195,10 +195,10 @@ class Router:
         if ready is not None:
             pair = self._first_pair(ready, is_unfit, avoid, request)
             whole = None
-            if pair is None and ready.wholes:
+            if ready.wholes and (pair is None or _is_avoided(avoid, pair.prefill, pair.decode)):
                 wholes = self._policy(ready.wholes, self._load_of, self._rng, request)
                 whole = _first(wholes, is_unfit, avoid)
-            if whole is not None:
+            if whole is not None and (pair is None or not _is_avoided(avoid, whole)):
                 self._note_turn(whole, ready.wholes)
                 return Whole(whole)
             if pair is None:
@@ -273,7 +273,7 @@ class Router:
                 if all(map(is_unfit, listed)):  # they are the same for other prefill workers
                     hopeless += (listed,)
                 continue
-            if not avoid or process_of(prefill) not in avoid:
+            if not avoid or not _is_avoided(avoid, prefill, decode):
                 return Pair(prefill, decode)
             spare = spare or Pair(prefill, decode)
         return spare
@@ -325,6 +325,10 @@ def _kind(record: WorkerRecord) -> _Kind:
 def _is_fit(one: _Kind, other: _Kind) -> bool:
     """Weights and layout are the same, and something that moves KV reaches both."""
     return one[:2] == other[:2] and any(each in other[2] for each in one[2])
+
+
+def _is_avoided(avoid: AbstractSet[Process], *records: WorkerRecord) -> bool:
+    return any(process_of(record) in avoid for record in records)
 
 
 def _of_role(records: Iterable[WorkerRecord], role: Role) -> list[WorkerRecord]:

@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <stdint.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #ifndef MADV_POPULATE_READ /* Linux 5.14 */
 #define MADV_POPULATE_READ 22
@@ -78,7 +79,7 @@ static PyObject *map_populate(Map *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "outside of the map");
         return NULL;
     }
-    const Py_ssize_t page = 4096, first = offset / page * page;
+    const Py_ssize_t page = sysconf(_SC_PAGESIZE), first = offset / page * page;
     char *start = self->start + first;
     const int advice = self->is_writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
     int failed = 0;
@@ -183,6 +184,14 @@ static PyObject *load(PyObject *module, PyObject *args)
     return result;
 }
 
+static PyObject *fence(PyObject *module, PyObject *nothing)
+{
+    (void)module;
+    (void)nothing;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    Py_RETURN_NONE;
+}
+
 static PyObject *release(PyObject *module, PyObject *args)
 {
     int fd, failed;
@@ -202,6 +211,8 @@ static PyMethodDef functions[] = {
     {"swap", swap, METH_VARARGS,
      "swap(words, ids, expected, desired, swapped): compare and swap each; returns how many did."},
     {"load", load, METH_VARARGS, "load(words, ids, out): read each."},
+    {"fence", fence, METH_NOARGS,
+     "fence(): what is read and written before comes before what is after, for every process."},
     {"release", release, METH_VARARGS,
      "release(fd, offset, length): give a file's memory back; it reads as zeros then."},
     {NULL},

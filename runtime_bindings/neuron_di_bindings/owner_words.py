@@ -48,6 +48,14 @@ def release(fd: int, offset: int, num_bytes: int) -> None:
     _owner_words.release(fd, offset, num_bytes)
 
 
+def fence() -> None:
+    """What this thread reads and writes before comes before what is after, for every process.
+
+    x86 keeps plain reads in their order by itself, and plain writes in theirs; ARM does not.
+    """
+    _owner_words.fence()
+
+
 def word(slot: int, generation: int) -> int:
     assert 0 <= slot < SLOTS, "8 bits"
     assert 0 <= generation <= GENERATION_MAX, "56 bits"

@@ -6,6 +6,7 @@ import pytest
 from etcd_kit import running_etcd
 from watching import Watching, make_record, until
 
+from neuron_di.errors import PeerTimeout
 from neuron_di.etcd.client import PAGE_KEYS, EtcdClient
 from neuron_di.etcd.messages import PutRequest, RequestOp
 from neuron_di.etcd.registry import EtcdRegistry
@@ -65,6 +66,28 @@ async def test_100_000_keys_hide_no_worker(client):
         assert sum(ignored.values()) == NUM_FLOOD
     counting.cancel()
     assert num_turns >= 3 * NUM_FLOOD / PAGE_KEYS  # others ran between any two pages
+
+
+async def test_over_a_slow_line_pages_become_smaller(client, monkeypatch):
+    """As if a page of more than 200 keys took longer than a call may."""
+    record = make_record()
+    await put_all(client, flood(2000))
+    call, asked = client._call, []
+
+    async def slow(method, request, deadline):
+        limit = getattr(request, "limit", 0)
+        asked.append(limit)
+        if limit > 200:
+            raise PeerTimeout("etcd did not answer in time")
+        if limit > 100:
+            await asyncio.sleep(0.3)  # of the second that a try has: no larger one is asked for
+        return await call(method, request, deadline)
+
+    monkeypatch.setattr(client, "_call", slow)
+    registry = EtcdRegistry(client, PREFIX.decode(), relist_s=NEVER_S)
+    async with Announcer(registry, lambda: record), Directory(registry) as directory:
+        await until(lambda: directory.workers() == (record,))
+    assert (registry.num_breaks, max(asked[1:]), asked.count(PAGE_KEYS)) == (1, PAGE_KEYS // 8, 1)
 
 
 async def test_who_is_known_stays_though_records_are_too_many(client, monkeypatch):

@@ -14,6 +14,7 @@ from neuron_di.etcd.key_value import KeyRange
 from neuron_di.etcd.registry import PAUSE_S_MAX, PAUSE_S_MIN, EtcdRegistry
 from neuron_di.etcd.selection import JUNK_MAX
 from neuron_di.etcd.watch_stream import ANSWER_S, QUIET_S
+from neuron_di.registry import KeyChanged, Snapshot
 from neuron_di.wire import RECORD_BYTES_MAX, encode_json
 
 KEY = "/workers/decode/127.0.0.1/4000"
@@ -63,6 +64,27 @@ async def test_keys_live_as_long_as_their_lease(registry, client):
         await registry.put(KEY, b"four", other)
         await seen.until(lambda: seen.num_deleted == 2)  # nobody keeps it alive
         assert (seen.num_snapshots, seen.view, registry.trouble()) == (1, {}, "")
+
+
+async def test_a_watch_begins_no_later_than_now_and_repeats_nothing(registry, client, monkeypatch):
+    starts = []
+    watch = client.watch
+
+    def noted(keys, start_revision):
+        starts.append(start_revision)
+        return watch(keys, start_revision)
+
+    monkeypatch.setattr(client, "watch", noted)
+    lease = await registry.grant(30)
+    await registry.put(KEY, b"one", lease)
+    listed = (await client.get(b"/neuron-di" + KEY.encode())).mod_revision
+    async with Watching(registry) as seen:
+        await seen.until(lambda: seen.view == {KEY: b"one"})
+        await registry.put(KEY, b"two", lease)
+        await seen.until(lambda: seen.view == {KEY: b"two"})
+    # Newer members answer no question of a stream that begins later.
+    assert starts == [listed]
+    assert seen.events == [Snapshot({KEY: b"one"}), KeyChanged(KEY, b"two")]
 
 
 async def test_what_a_registry_refuses(registry):

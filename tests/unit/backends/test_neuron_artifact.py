@@ -162,6 +162,15 @@ def test_what_nxd_inference_says_counts_whatever_the_manifest_says(
     assert said.startswith(f"the compiled model in {folder} will not do: {words}")
 
 
+def test_a_window_would_undo_the_mask(tmp_path: Path) -> None:
+    path = write(tmp_path / MANIFEST_WANTED.key, MANIFEST_WANTED) / NEURON_CONFIG
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"sliding_window": None}))
+    find(tmp_path)
+    path.write_text(json.dumps(document | {"sliding_window": 4096}))
+    assert "sliding_window is 4096, and absent is wanted (with one, apply_seq" in refusal(tmp_path)
+
+
 def test_what_others_compiled_is_of_nobody_knows_which_model(tmp_path: Path) -> None:
     said = refusal(write(tmp_path / "by_hand", None))
     assert f"it has no {MANIFEST}, so nobody knows of which model its weights are" in said

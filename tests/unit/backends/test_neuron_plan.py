@@ -16,7 +16,8 @@ from neuron_backend_kit import (
     simulated,
 )
 
-from neuron_di.backends import DevicePlan, plan_device
+from neuron_di import neuron_cores
+from neuron_di.backends import DevicePlan, neuron_packages, plan_device
 from neuron_di.backends.neuron_plan import NeuronPlan, compile_command
 from neuron_di.config import (
     CompileOptions,
@@ -223,3 +224,53 @@ def test_a_placeholder_of_the_package_is_not_taken_for_it(
     assert "needs neuronx_distributed_inference: " in refusal(
         llama_folder, engine_options(tmp_path)
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [("0.6.10598+x", False), ("0.4", False), ("0.7.14366", True), ("0.10.1", True), ("?", True)],
+)
+def test_an_nxd_inference_without_room_behind_its_slots_is_refused(
+    llama_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    is_taken: bool,
+) -> None:
+    monkeypatch.setattr(neuron_packages, "_version", lambda _: version)
+    options = engine_options(tmp_path)
+    if is_taken:
+        manifest_for(llama_folder, options)
+        return
+    with pytest.raises(ConfigError, match=r"install neuronx-distributed-inference 0\.7 or newer"):
+        manifest_for(llama_folder, options)
+
+
+@pytest.mark.parametrize(
+    ("instance", "tp", "is_taken"),
+    [
+        ("trn1.32xlarge", 4, False),
+        ("trn1n.32xlarge", 24, False),
+        ("trn1.32xlarge", 8, True),
+        ("inf2.48xlarge", 4, True),
+        (None, 4, True),
+    ],
+)
+def test_cores_that_trn1_does_not_join_are_refused_before_compiling(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    instance: str | None,
+    tp: int,
+    is_taken: bool,
+) -> None:
+    product = tmp_path / "product_name"
+    if instance is not None:
+        product.write_text(f"{instance}\n")
+    monkeypatch.setattr(neuron_cores, "_INSTANCE", product)
+    write_random_checkpoint(tmp_path / "m", "llama", config={"num_attention_heads": 24})
+    options = engine_options(tmp_path, tp=tp)
+    if is_taken:
+        manifest_for(tmp_path / "m", options)
+        return
+    with pytest.raises(ConfigError, match=f"--tp {tp}: on Trn1 the runtime joins 1, 2, 8 or 16"):
+        manifest_for(tmp_path / "m", options)

@@ -181,6 +181,17 @@ def test_of_workers_that_do_it_all_the_one_to_avoid_comes_last():
     assert [router.pick("tiny", {process_of(b1)}) for _ in range(2)] == [Whole(b2)] * 2
 
 
+@pytest.mark.parametrize("others", [("prefill", "decode"), ("both",)])
+def test_a_decode_worker_to_avoid_comes_last_though_its_prefill_worker_is_next(others):
+    here = [make_record(role, role, transfer=["shm@here"]) for role in ("prefill", "decode")]
+    there = [make_record(f"there-{role}", role, transfer=["shm@there"]) for role in others]
+    for _ in range(3):
+        route = router_over(*here, *there).pick("tiny", {process_of(here[1])})
+        assert route == (Pair(*there) if len(there) == 2 else Whole(*there))
+    everybody = {process_of(record) for record in (*here, *there)}
+    assert router_over(*here, *there).pick("tiny", everybody) == Pair(*here)
+
+
 def test_another_process_of_an_avoided_worker_is_welcome():
     p1, _, d1, d2 = two_by_two()
     avoid = {process_of(d1), process_of(d2)}

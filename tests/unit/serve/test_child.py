@@ -262,6 +262,29 @@ async def test_one_that_refuses_to_start_is_given_up():
     assert told.count(f"{words}; starting it again in 0.001 s") == 2 + STARTS_REFUSED_MAX - 1
 
 
+async def test_one_that_is_never_given_up_comes_back_once_it_may():
+    num_starts = 0
+    is_back = asyncio.Event()
+
+    def command() -> list[str]:
+        nonlocal num_starts
+        num_starts += 1
+        if num_starts in range(2, 2 + 2 * STARTS_REFUSED_MAX):
+            return python(FAILED)
+        return python(READY) if num_starts == 1 else python(READY, WAIT)
+
+    def tell(words: str) -> None:
+        if " is back " in words:
+            is_back.set()
+
+    async with child_of(command) as child:
+        await start(child)
+        watch = asyncio.create_task(child.keep_up(DEADLINE_S, tell, gives_up=False))
+        await asyncio.wait_for(is_back.wait(), DEADLINE_S)
+        watch.cancel()
+    assert num_starts == 2 + 2 * STARTS_REFUSED_MAX
+
+
 async def test_the_end_is_asked_for_and_then_made():
     async with (
         child_of(lambda: python(READY, WAIT)) as polite,

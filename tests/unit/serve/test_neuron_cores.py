@@ -100,6 +100,21 @@ def test_workers_get_neighbouring_cores_in_their_order():
     }
 
 
+@pytest.mark.parametrize(
+    ("num_allowed", "sizes", "expected"),
+    [
+        (32, (2, 8), ["0-1", "8-15"]),
+        (32, (8, 16), ["0-7", "16-31"]),
+        (4, (1, 2, 1), ["0", "2-3", "1"]),
+        (10, (2, 8), ["0-1", "2-9"]),  # there is no other way
+    ],
+)
+def test_cores_begin_at_a_multiple_of_their_number(num_allowed, sizes, expected):
+    wanted = {f"worker-{index}": size for index, size in enumerate(sizes)}
+    shares = share_cores(tuple(range(num_allowed)), wanted)
+    assert [as_text(cores) for cores in shares.values()] == expected
+
+
 def test_a_worker_gets_no_cores_with_a_gap_between_them():
     shares = share_cores(parse_cores("0-2,8-9,12"), {"prefill-0": 2, "decode-0": 2, "decode-1": 1})
     assert [as_text(cores) for cores in shares.values()] == ["0-1", "8-9", "2"]

@@ -1,10 +1,10 @@
-"""How many ranks each worker of `serve` gets, and which cores."""
+"""What each worker of `serve` is told: its ranks, its cores, where its peers may be."""
 
 import os
 
 import pytest
 
-from neuron_di.config import EngineOptions, ServeOptions
+from neuron_di.config import EngineOptions, ServeOptions, WorkerAddressOptions
 from neuron_di.obs import LaunchReport
 from neuron_di.serve import Fleet
 
@@ -46,3 +46,13 @@ def test_pinned_workers_get_a_core_for_each_rank():
     told = [flags(fleet, name) for name in fleet._roles]
     assert [each["core"] for each in told] == ["0", "2", "4"]
     assert [each["threads"] for each in told] == ["2", "2", "1"]
+
+
+def test_its_own_workers_are_among_the_networks_that_are_allowed():
+    allowed = WorkerAddressOptions(worker_networks=("10.1.0.0/16",))
+    fleet = Fleet(ServeOptions(model="m", addresses=allowed))
+    proxys = [word for word in fleet._proxy_command() if word.startswith("--worker-networks=")]
+    assert proxys == ["--worker-networks=10.1.0.0/16,127.0.0.0/8"]
+    assert flags(fleet, "decode-0")["worker-networks"] == "10.1.0.0/16,127.0.0.0/8"
+    anywhere = Fleet(ServeOptions(model="m"))
+    assert flags(anywhere, "decode-0")["worker-networks"] == ""

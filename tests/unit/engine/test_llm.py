@@ -1,0 +1,64 @@
+"""The offline API: who may call it, and when."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from neuron_di import LLM, SamplingParams
+from neuron_di.errors import LocalProtocolError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [7] * 30, [5, 9], [11, 4, 6, 8]]
+
+
+@pytest.fixture
+def llm(llama_folder: Path) -> Iterator[LLM]:
+    with LLM(str(llama_folder), threads=1, num_blocks=64, decode_batch=4) as llm:
+        yield llm
+
+
+def test_threads_get_their_own_answers(llm: LLM) -> None:
+    alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
+    together: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        together[index] = llm.generate(PROMPTS[index], GREEDY)[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(index,), daemon=True) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [together.get(index) for index in range(4)] == alone
+
+
+def test_once_closed_it_answers_nobody(llama_folder: Path) -> None:
+    llm = LLM(str(llama_folder), threads=1, num_blocks=64)
+    llm.close()
+    llm.close()
+    with pytest.raises(LocalProtocolError, match="is closed"):
+        llm.generate(PROMPTS[0], GREEDY)
+
+
+@pytest.mark.parametrize("num_submitted", [0, 1, 2])
+def test_who_is_interrupted_leaves_nothing_running(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, num_submitted: int
+) -> None:
+    expected = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
+    submit, requests = llm._engine.submit, []
+
+    def interrupted(request: object) -> None:
+        if len(requests) == num_submitted:
+            raise KeyboardInterrupt
+        requests.append(request)
+        submit(request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm._engine, "submit", interrupted)
+    long = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[:3], long)
+    monkeypatch.undo()
+    assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected
+    assert not llm._engine._live
