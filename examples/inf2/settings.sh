@@ -6,6 +6,7 @@
 : "${INSTANCE_TYPE:=inf2.48xlarge}"
 : "${NUM_CORES:=24}"
 : "${NUM_EFA:=0}"
+DEGREES=() # how many NeuronCores the runtime joins: any number, as far as is known
 
 # The model, and what it is compiled for. TP must divide its attention heads and its MLP's columns.
 : "${MODEL:=Qwen/Qwen3-8B}"

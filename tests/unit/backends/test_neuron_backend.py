@@ -97,7 +97,7 @@ RuntimeError: {REASON}
 @pytest.mark.parametrize(
     ("said", "words", "mend"),
     [
-        (OF_TORCHSCRIPT, f"cores 0: RuntimeError: {REASON}. Mend", "name other cores"),
+        (OF_TORCHSCRIPT, f"Cores 0: RuntimeError: {REASON}. Mend", "name other cores"),
         ("PytorchStreamReader failed\nat x", "RuntimeError: PytorchStreamReader failed", "delete"),
     ],
 )

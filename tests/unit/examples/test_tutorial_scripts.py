@@ -67,7 +67,8 @@ def test_a_dry_run_shows_commands_that_are_accepted_and_leaves_nothing(
 ) -> None:
     accept = real_parser(monkeypatch)
     state = tmp_path / "state"
-    environ = {"TP": "4"}  # so that a third worker has room everywhere
+    # So that a third worker has room everywhere, and half of it is a number that the runtime joins.
+    environ = {"TP": "2"}
     ended = run_step(step, "--dry-run", "--state", str(state), *options, environ=environ)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
@@ -126,6 +127,9 @@ def test_what_is_missing_is_said_with_its_mend(tmp_path: Path) -> None:
     ended = refused("4-serve.sh", state=tmp_path, TP="17")
     assert "34 NeuronCores are needed" in ended.stderr
     # Before anything is shown, or done, on cores that there are not.
+    ended = refused("3-compile.sh", "--dry-run", state=tmp_path, TP="4")
+    assert "4 NeuronCores cannot be joined on trn1.32xlarge" in ended.stderr
+    assert "mend: one of 1 2 8 16 32 for a worker" in ended.stderr
     ended = refused("6-bench.sh", "--dry-run", state=tmp_path, TP="32")
     assert "64 NeuronCores are needed" in ended.stderr
     assert ended.stdout == ""
