@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_di.clock import Deadline, now_s
-from neuron_di.config import child_environment
+from neuron_di.config import CONFIG_VARIABLE, child_environment
 from neuron_di.errors import ConfigError, NeuronDiError, PeerGone, PeerTimeout
 from neuron_di.obs import LaunchReport, get_logger, heard
 
@@ -95,7 +95,8 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=self._pass_fds(),
-                env=self._environment(),
+                # Its options are all written out: a file that was edited since says nothing here.
+                env={**self._environment(), CONFIG_VARIABLE: ""},
             )
         except OSError as error:  # no memory, or too many processes or files: that may pass
             raise PeerGone(f"{self.name} could not be started: {error.strerror}") from None

@@ -19,6 +19,7 @@ fi
 folder=$1
 endpoints=$2
 prefix=${3:-/neuron-di}
+prefix=${prefix%/} # of /, the top, nothing is left: its keys begin with the one slash below
 
 ctl() {
     ETCDCTL_API=3 etcdctl --endpoints "$endpoints" --cacert "$folder/ca.pem" \

@@ -10,7 +10,7 @@ from neuron_di.config.exposure import cannot_listen, is_loopback, require_addres
 from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
-from neuron_di.config.load import load_options, refused_variables
+from neuron_di.config.load import CONFIG_VARIABLE, load_options, refused_variables
 from neuron_di.config.model_folder import local_folder
 from neuron_di.config.neuron import NeuronOptions
 from neuron_di.config.option import ByteSize
@@ -27,6 +27,7 @@ from neuron_di.config.transfer import TransferOptions
 from neuron_di.config.worker_addresses import WorkerAddressOptions
 
 __all__ = [
+    "CONFIG_VARIABLE",
     "ByteSize",
     "CompileOptions",
     "CudaOptions",

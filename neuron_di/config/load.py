@@ -15,7 +15,7 @@ from neuron_di.errors import ConfigError
 
 T = TypeVar("T")
 
-_CONFIG_VARIABLE = VARIABLE_PREFIX + "CONFIG"
+CONFIG_VARIABLE = VARIABLE_PREFIX + "CONFIG"
 _CUDART_VARIABLE = VARIABLE_PREFIX + "CUDART"  # no option's: where the CUDA runtime library is
 
 _FILE_BYTES_MAX = 1 << 20  # a device, or a wrong path, may have no end
@@ -38,7 +38,7 @@ def load_options(
     """
     specs = specs_of(options_class)
     known = {key: spec for each in OPTION_SETS for key, spec in specs_of(each).items()} | specs
-    path = toml_path or environ.get(_CONFIG_VARIABLE)
+    path = toml_path or environ.get(CONFIG_VARIABLE)
     written: _Written = _from_file(Path(path), known) if path else {}
     written |= _from_environ(environ, known)
     written |= {key: (raw, specs[key].flag) for key, raw in vars(flags).items() if key in specs}
@@ -92,7 +92,7 @@ def _from_environ(environ: Mapping[str, str], known: Mapping[str, OptionSpec]) -
     keys = {spec.variable: key for key, spec in known.items()}
     names = [name for name in environ if name.startswith(VARIABLE_PREFIX)]
     for name in names:
-        if name not in (*keys, _CONFIG_VARIABLE, _CUDART_VARIABLE):
+        if name not in (*keys, CONFIG_VARIABLE, _CUDART_VARIABLE):
             valid = [known[key].variable for key in _suggestible(known)]
             raise ConfigError(
                 f"unknown variable {name}; the nearest valid one is {nearest(name, valid)}",

@@ -112,7 +112,8 @@ class ChildEtcd:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for us: it ends when we end
-            env=child_environment(),
+            # An operator's variables for an etcd of theirs, or for etcdctl, are not meant for this.
+            env={k: v for k, v in child_environment().items() if not k.startswith("ETCD_")},
         )
         assert self._process.stderr is not None
         self._hearing = asyncio.create_task(self._hear(self._process.stderr))

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, Self, TypeVar
 
-from neuron_di.errors import PeerGone, PeerTimeout
+from neuron_di.errors import PeerGone, PeerTimeout, TooLarge
 from neuron_di.etcd.client import CALL_TIMEOUT_S, EtcdClient, MemberStatus
 from neuron_di.etcd.daemon_threads import DaemonThreads
 from neuron_di.etcd.etcd3_values import (
@@ -291,7 +291,10 @@ class Etcd3Client:
         self._run(self._client.compact(revision))
 
     def _found(self, keys: KeyRange, order: str | None, target: str) -> Iterator[Found]:
-        items = list(self._run(self._client.list_keys(keys)).items)
+        listing = self._run(self._client.list_keys(keys))
+        if listing.num_left_out:  # a part would pass for all of them
+            raise TooLarge(f"there are {listing.num_left_out} keys more than are read at once")
+        items = list(listing.items)
         if order is not None:
             items.sort(key=SORT_KEYS[target], reverse=order == "descend")
         return iter([(item.value, metadata_of(item)) for item in items])

@@ -7,7 +7,7 @@ import threading
 import pytest
 from etcd_kit import require_etcd, running_etcd
 
-from neuron_di.errors import BadRequest, ConfigError, PeerGone, PeerRefused, PeerTimeout
+from neuron_di.errors import BadRequest, ConfigError, PeerGone, PeerRefused, PeerTimeout, TooLarge
 from neuron_di.etcd.etcd3_names import DeleteEvent, PutEvent, client
 from neuron_di.etcd.failures import HistoryGone
 
@@ -44,6 +44,15 @@ def test_keys(etcd3):
     assert (etcd3.delete("/a"), etcd3.delete("/a")) == (True, False)
     assert etcd3.delete_prefix("/") == 2
     assert etcd3.status().version >= "3.4"
+
+
+def test_a_part_of_the_keys_does_not_pass_for_all(etcd3, monkeypatch):
+    etcd3.put("/a", "1" * 1000)
+    etcd3.put("/b", "2" * 1000)
+    monkeypatch.setattr("neuron_di.etcd.client.LIST_BYTES_MAX", 1500)
+    with pytest.raises(TooLarge, match="1 keys more than are read at once"):
+        etcd3.get_all()
+    assert [value for value, _ in etcd3.get_prefix("/b")] == [b"2" * 1000]
 
 
 def test_leases(etcd3):
