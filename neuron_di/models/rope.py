@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 RopeKind = Literal["default", "linear", "llama3"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")
+_BLOCKS = ("rope_parameters", "rope_scaling")  # of transformers 5, and before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +30,14 @@ class RopeSpec:
     def from_config(cls, config: Mapping[str, object], source: str) -> "RopeSpec":
         """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
 
-        `source` names the file in errors. Raises CheckpointError for a type not listed above.
+        `source` names the file in errors. Raises CheckpointError for a type not listed above, and
+        where both blocks are there: readers differ in which one counts.
         """
-        block = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(block, Mapping):
-            raise CheckpointError(f"{source}: the RoPE parameters must be an object, not {block!r}")
-        fields: Mapping[str, object] = block
-        kind = fields.get("rope_type") or fields.get("type") or "default"
+        fields, older = (_block(config.get(key), source) for key in _BLOCKS)
+        if fields and older and not _says_no_more(older, fields):
+            raise CheckpointError(f"{source}: {' and '.join(_BLOCKS)} differ: keep one of them")
+        fields = fields or older
+        kind = _kind_of(fields)
         if kind not in ROPE_KINDS:
             raise CheckpointError(
                 f"{source}: RoPE type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
@@ -89,6 +91,22 @@ class RopeSpec:
         positions = torch.arange(num_positions, dtype=torch.float32)
         angles = torch.outer(positions, self._inverse_frequencies(head_dim))
         return angles.cos(), angles.sin()
+
+
+def _block(value: object, source: str) -> Mapping[str, object]:
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"{source}: the RoPE parameters must be an object, not {value!r}")
+    return value or {}
+
+
+def _kind_of(fields: Mapping[str, object]) -> object:
+    return fields.get("rope_type") or fields.get("type") or "default"
+
+
+def _says_no_more(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Whether whatever `one` says stands in `other`, too."""
+    rest = {name: value for name, value in one.items() if name not in ("rope_type", "type")}
+    return _kind_of(one) == _kind_of(other) and rest.items() <= other.items()
 
 
 def rotate_(x_THD: "Tensor", cos_TR: "Tensor", sin_TR: "Tensor") -> None:

@@ -42,6 +42,17 @@ def test_scaled_angles_equal_transformers(block: dict[str, object]) -> None:
     assert (plain - cos).abs().max() > 0.1
 
 
+def test_two_blocks_must_say_the_same() -> None:
+    newer = {**LLAMA3, "rope_theta": 5e5}
+    older = {**LLAMA3, "type": "llama3"}
+    both = {"rope_parameters": newer, "rope_scaling": older}
+    assert RopeSpec.from_config(both, "c") == RopeSpec.from_config({"rope_parameters": newer}, "c")
+    # As who follows a model's page has it, which tells to add a block of the older name.
+    for other in ({"type": "linear", "factor": 4.0}, {**older, "factor": 4.0}):
+        with pytest.raises(CheckpointError, match="rope_parameters and rope_scaling differ"):
+            RopeSpec.from_config({**both, "rope_scaling": other}, "config.json")
+
+
 def test_absent_means_default() -> None:
     assert RopeSpec.from_config({}, "config.json") == RopeSpec(theta=10_000.0)
     assert RopeSpec.from_config({"rope_scaling": None, "rope_theta": 7.0}, "c") == RopeSpec(theta=7)
