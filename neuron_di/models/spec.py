@@ -18,7 +18,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-_MISTRAL_WINDOW = 4096  # what Hugging Face assumes when the key is absent; null means none
+_WINDOW = 4096  # what Hugging Face assumes when the key is absent; null means none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,13 +213,11 @@ class _Fields:
         return value
 
     def sliding_window(self, family: Family, num_layers: int) -> int | None:
-        if family == "llama":
+        if family == "llama" or self._config.get("sliding_window", _WINDOW) is None:
             return None
         if family == "mistral":
-            if "sliding_window" in self._config and self._config["sliding_window"] is None:
-                return None
-            return self.count("sliding_window", _MISTRAL_WINDOW)
-        if not self.flag("use_sliding_window") or self._config.get("sliding_window") is None:
+            return self.count("sliding_window", _WINDOW)
+        if not self.flag("use_sliding_window"):
             return None
         layer_types = self._config.get("layer_types")
         first = self._config.get("max_window_layers", 28)  # Hugging Face's default
@@ -233,7 +231,7 @@ class _Fields:
             raise CheckpointError(
                 f"{self._source}: use_sliding_window on some layers only is not supported"
             )
-        return self.count("sliding_window")
+        return self.count("sliding_window", _WINDOW)
 
 
 def read_json_object(path: Path) -> dict[str, object]:

@@ -82,6 +82,9 @@ def test_sliding_windows() -> None:
     used = {"sliding_window": 128, "use_sliding_window": True}
     assert of_family("Qwen3", **used, max_window_layers=0).sliding_window == 128
     assert of_family("Qwen3", **used, max_window_layers=2).sliding_window is None
+    named = {"use_sliding_window": True, "max_window_layers": 0}
+    assert of_family("Qwen2", **named).sliding_window == 4096
+    assert of_family("Qwen2", **named, sliding_window=None).sliding_window is None
     kinds = ["sliding_attention", "sliding_attention"]
     assert of_family("Qwen2", **used, layer_types=kinds).sliding_window == 128
     with pytest.raises(CheckpointError, match="use_sliding_window on some layers"):
