@@ -9,11 +9,12 @@ Next: proxy/neuron_di_proxy/spans.py
 import asyncio
 import contextlib
 import os
+import re
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 import msgspec
@@ -34,6 +35,8 @@ SEND_TIMEOUT_S = 10.0
 LAST_SEND_TIMEOUT_S = 2.0  # of all that is left when the proxy ends
 RETRIES_MAX = 3
 RETRY_DELAY_S = 1.0  # doubled each time
+HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _MAY_RETRY = frozenset({429, 502, 503, 504})  # as OTLP has it
 
 _log = get_logger(__name__)
@@ -50,14 +53,14 @@ class Tracing:
     def __init__(
         self, endpoint: str | None, count_traces: Callable[[TraceOutcome, int], None]
     ) -> None:
-        """Raises ConfigError for an endpoint that is no HTTP address."""
+        """Raises ConfigError for an endpoint that is no HTTP address, and for headers that are none.
+
+        Headers, as a collector's key, are in OpenTelemetry's own variable.
+        """
+        self._headers: dict[str, str] = {}
         if endpoint is not None:
-            parts = urlsplit(endpoint)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(
-                    "the OTLP endpoint must be an address such as http://127.0.0.1:4318/v1/traces",
-                    param="otlp_endpoint",
-                )
+            _check_endpoint(endpoint)
+            self._headers = _headers_in(os.environ.get(HEADERS_VARIABLE, ""))
         self._endpoint = endpoint
         self._count = count_traces
         self._queue: deque[EndedChoice] = deque()
@@ -159,7 +162,7 @@ class Tracing:
                 async with self._http.post(
                     endpoint,
                     data=body,
-                    headers={"content-type": "application/json"},
+                    headers={**self._headers, "content-type": "application/json"},
                     allow_redirects=False,
                 ) as response:
                     status = response.status
@@ -172,3 +175,30 @@ class Tracing:
             if status not in _MAY_RETRY:
                 return False
         return False
+
+
+def _check_endpoint(endpoint: str) -> None:
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            "the OTLP endpoint must be an address such as http://127.0.0.1:4318/v1/traces",
+            param="otlp_endpoint",
+        )
+    if "@" in parts.netloc:
+        raise ConfigError(
+            "the OTLP endpoint takes no user, whom everybody reads who lists processes: give "
+            f"{HEADERS_VARIABLE}, such as authorization=Basic%20...",
+            param="otlp_endpoint",
+        )
+
+
+def _headers_in(text: str) -> dict[str, str]:
+    """NAME=VALUE,... with values as in a URL, as OpenTelemetry has it."""
+    headers = {}
+    for pair in filter(None, map(str.strip, text.split(","))):
+        name, has_value, value = pair.partition("=")
+        name, value = name.strip(), unquote(value.strip())
+        if not has_value or not _HEADER_NAME.fullmatch(name) or not value.isprintable():
+            raise ConfigError(f"{HEADERS_VARIABLE} is no list of NAME=VALUE")
+        headers[name] = value
+    return headers

@@ -55,6 +55,7 @@ class Collector:
         if self.statuses:
             return web.Response(status=self.statuses.pop(0))
         assert request.content_type == "application/json"
+        self.headers = request.headers
         body = await request.read()
         self.bodies.append(body)
         # Fails for any field that the schema does not have.
@@ -274,6 +275,31 @@ def test_no_part_leaves_its_answer_whatever_workers_say():
 def test_an_endpoint_must_be_an_address(endpoint):
     with pytest.raises(ConfigError, match="such as http"):
         Tracing(endpoint, lambda *_: None)
+
+
+def test_an_endpoint_shows_no_password():
+    with pytest.raises(ConfigError, match=tracing.HEADERS_VARIABLE) as caught:
+        Tracing("http://me:secret@collector:4318/v1/traces", lambda *_: None)
+    assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["secret", "a secret=1", "=secret", "key=secret%0d%0ax: y"])
+def test_headers_that_are_none_are_refused_and_not_shown(monkeypatch, text):
+    monkeypatch.setenv(tracing.HEADERS_VARIABLE, text)
+    with pytest.raises(ConfigError, match="no list of NAME=VALUE") as caught:
+        Tracing("http://127.0.0.1:1/", lambda *_: None)
+    assert "secret" not in caught.value.message
+    Tracing(None, lambda *_: None)
+
+
+async def test_a_collector_gets_its_headers(collector, monkeypatch):
+    text = "authorization=Bearer%20a%3Db , x-scope=two,"
+    monkeypatch.setenv(tracing.HEADERS_VARIABLE, text)
+    choice = ended()
+    async with Tracing(collector.url, lambda *_: None) as traces:
+        traces.end(choice.trace, choice.receipt, None, "t")
+    assert collector.headers["authorization"] == "Bearer a=b"
+    assert collector.headers["x-scope"] == "two"
 
 
 class Counts(dict):
