@@ -75,7 +75,7 @@ class Whole(msgspec.Struct, frozen=True):
 
 Route = Pair | Whole
 
-_Kind = tuple[str, str, tuple[str, ...]]  # digests of model and layout, what moves KV
+Kind = tuple[str, str, tuple[str, ...]]  # digests of model and layout, what moves KV
 _Unfit = Callable[[WorkerRecord], object]  # what it returns is true where the worker will not do
 
 
@@ -88,20 +88,20 @@ class _Ready:
         self._all_decodes: list[WorkerRecord] = []
         # Those that fit prefill workers of one kind, and the same lists by the prefill worker's
         # record, which `prefills` keeps: asked for often.
-        self._decodes: dict[_Kind, list[WorkerRecord]] = {}
+        self._decodes: dict[Kind, list[WorkerRecord]] = {}
         self._decodes_of: dict[int, list[WorkerRecord]] = {}
 
     def add(self, record: WorkerRecord) -> None:
         if record.role == "prefill":
             self.prefills.append(record)
-            kind = _kind(record)
+            kind = kind_of(record)
             if kind not in self._decodes:
                 self._decodes[kind] = [each for each in self._all_decodes if fits(record, each)]
             self._decodes_of[id(record)] = self._decodes[kind]
         elif record.role == "decode":
             self._all_decodes.append(record)
             for kind, listed in self._decodes.items():
-                if _is_fit(kind, _kind(record)):
+                if _is_fit(kind, kind_of(record)):
                     listed.append(record)
         else:
             self.wholes.append(record)
@@ -315,14 +315,14 @@ _HALVES: tuple[Role, Role] = ("prefill", "decode")
 
 def fits(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
     """True when `decode` can continue on KV that `prefill` computed, by what both say."""
-    return _is_fit(_kind(prefill), _kind(decode))
+    return _is_fit(kind_of(prefill), kind_of(decode))
 
 
-def _kind(record: WorkerRecord) -> _Kind:
+def kind_of(record: WorkerRecord) -> Kind:
     return record.model_digest, record.layout_digest, tuple(record.transfer)
 
 
-def _is_fit(one: _Kind, other: _Kind) -> bool:
+def _is_fit(one: Kind, other: Kind) -> bool:
     """Weights and layout are the same, and something that moves KV reaches both."""
     return one[:2] == other[:2] and any(each in other[2] for each in one[2])
 

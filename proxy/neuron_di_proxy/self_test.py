@@ -25,7 +25,7 @@ from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
-from neuron_di_proxy.route import Directory, Pair, fits
+from neuron_di_proxy.route import Directory, Kind, Pair, fits, kind_of
 from neuron_di_proxy.ticks import look_every
 from neuron_di_proxy.workers import Process, Workers, process_of
 
@@ -89,6 +89,11 @@ class PairBook:
     def refuse(self, prefill: WorkerRecord, decode: WorkerRecord, reason: str) -> None:
         """The pair failed without a test."""
         self.note(PairResult(prefill, decode, "failed", reason, now_s()))
+
+    def is_pair_settled(self, prefill: Process, decode: Process) -> bool:
+        """Whether these were tested, and need not be tested again."""
+        pair = prefill, decode
+        return pair in self._results and pair not in self._failed and pair not in self._doubted
 
     @property
     def is_settled(self) -> bool:
@@ -160,14 +165,37 @@ class SelfTest:
         """The pairs to test now: ready, answering, and not tested or failed a while ago."""
         records = self._directory.workers()
         self._pairs.keep_only(records)
-        prefills = [record for record in records if record.role == "prefill"]
-        decodes = [record for record in records if record.role == "decode"]
-        pairs = [(p, d) for p in prefills for d in decodes if fits(p, d)]
-        is_tested = all(self._pairs.result_of(p, d) is not None for p, d in pairs)
+        open_pairs = self._open_pairs(records)
+        is_tested = all(self._pairs.result_of(p, d) is not None for p, d in open_pairs)
         self._all_tested = records if is_tested else None
         ready = {id(r) for r in records if r.state == "ready" and self._health.is_usable(r)}
-        due = [(p, d) for p, d in pairs if {id(p), id(d)} <= ready and self._is_due(p, d)]
+        due = [(p, d) for p, d in open_pairs if {id(p), id(d)} <= ready and self._is_due(p, d)]
         return [Pair(prefill, decode) for prefill, decode in due]
+
+    def _open_pairs(
+        self, records: Sequence[WorkerRecord]
+    ) -> list[tuple[WorkerRecord, WorkerRecord]]:
+        """Those that fit and were not tested, or are to be tested again.
+
+        With 100 workers of each role there are 10,000 pairs to look at, once a second and beside
+        all streams: so little is done for one that is as it should be.
+        """
+        decodes = [(record, process_of(record)) for record in records if record.role == "decode"]
+        fitting: dict[Kind, list[tuple[WorkerRecord, Process]]] = {}
+        is_settled = self._pairs.is_pair_settled
+        found = []
+        for prefill in records:
+            if prefill.role != "prefill":
+                continue
+            process, kind = process_of(prefill), kind_of(prefill)
+            if kind not in fitting:
+                fitting[kind] = [each for each in decodes if fits(prefill, each[0])]
+            found += [
+                (prefill, decode)
+                for decode, other in fitting[kind]
+                if not is_settled(process, other)
+            ]
+        return found
 
     def _is_due(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
         result = self._pairs.result_of(prefill, decode)

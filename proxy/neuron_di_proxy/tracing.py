@@ -53,9 +53,9 @@ class Tracing:
     def __init__(
         self, endpoint: str | None, count_traces: Callable[[TraceOutcome, int], None]
     ) -> None:
-        """Raises ConfigError for an endpoint that is no HTTP address, and for headers that are none.
+        """Headers, as a collector's key, are in OpenTelemetry's own variable.
 
-        Headers, as a collector's key, are in OpenTelemetry's own variable.
+        Raises ConfigError for an endpoint that is no HTTP address, or headers that are none.
         """
         self._headers: dict[str, str] = {}
         if endpoint is not None:
