@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -114,12 +113,7 @@ class Fleet:
         ]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop(drain_timeout_s=self._options.limits.drain_timeout_s)
 
     def pids(self) -> dict[str, int]:

@@ -10,7 +10,6 @@ import random
 import shutil
 import socket
 import sys
-from types import TracebackType
 from typing import Self
 
 from neuron_di.clock import Deadline, now_s
@@ -81,12 +80,7 @@ class ChildEtcd:
         self._watch = asyncio.create_task(self._keep_up())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._end()
 
     async def _start_first(self, program: str, folder: str) -> None:

@@ -13,7 +13,6 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from neuron_di.clock import Deadline, now_s
@@ -112,12 +111,7 @@ class EtcdClient:
         self._connection.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._connection.close()
 
     # Keys.

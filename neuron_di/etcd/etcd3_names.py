@@ -19,7 +19,6 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Never, Self, TypeVar
 
 from neuron_di.errors import PeerGone, PeerTimeout, TooLarge
@@ -105,12 +104,7 @@ class Etcd3Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

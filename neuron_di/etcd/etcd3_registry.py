@@ -10,7 +10,6 @@ one after the other: what was put last is what stays.
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from neuron_di.clock import now_s
@@ -56,12 +55,7 @@ class Etcd3Registry:
         self._threads = DaemonThreads(THREADS_MAX, "etcd3")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def trouble(self) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from neuron_di.clock import Deadline
@@ -67,12 +66,7 @@ class Announcer:
         await self._announcing.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if not self._is_withdrawn:
             await self.withdraw(_WITHDRAW_TIMEOUT_S)
 

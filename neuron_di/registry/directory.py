@@ -24,7 +24,6 @@ Nor is a present key life: who routes by a directory probes as well.
 import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from neuron_di.clock import now_s
@@ -160,13 +159,8 @@ class Directory:
         await self._following.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._following.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *_: object) -> None:
+        await self._following.__aexit__()
         if self._timer is not None:
             self._timer.cancel()
 

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self, TypeVar
 
 import zmq
@@ -94,13 +93,8 @@ class RegistryClient:
             self._parts = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._parts.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *_: object) -> None:
+        await self._parts.aclose()
 
     async def grant(self, ttl_s: float) -> LeaseId:
         answer = await self._ask(GrantLease(call=next(self._calls), ttl_s=ttl_s), LeaseGranted)

@@ -3,7 +3,6 @@
 import asyncio
 import math
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -79,13 +78,8 @@ class RegistryServer:
             self._parts = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._parts.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *_: object) -> None:
+        await self._parts.aclose()
 
     async def _serve(self) -> None:
         while True:

@@ -31,7 +31,6 @@ answered: who is not the process that answers there is down.
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from neuron_di.clock import Deadline, now_s
@@ -106,12 +105,7 @@ class Health:
         self._stop_looking = look_every(interval_s, self._look)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stop_looking()
         tasks = [self._task, *(watch.task for watch in self._watches.values())]
         self._task = None

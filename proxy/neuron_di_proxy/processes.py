@@ -9,7 +9,6 @@ import os
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 from neuron_di.child import Child, end, run_together
@@ -75,13 +74,8 @@ class FurtherProcesses:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._stack.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
 
     def drain(self) -> None:
         """Ask them to end: they let their requests finish, as the first process does."""

@@ -9,7 +9,6 @@ served a request is tested at the next look for pairs that are due. Pairs are te
 import asyncio
 import random
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 import msgspec
@@ -137,12 +136,7 @@ class SelfTest:
         self._stop_looking = look_every(LOOK_INTERVAL_S, self._look)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stop_looking()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -103,13 +102,8 @@ class Service:
             self._parts = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._parts.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *_: object) -> None:
+        await self._parts.aclose()
 
     def open(self, endpoint: Endpoint, headers: Mapping[str, str]) -> "Exchange":
         """Take a request whose head has come. The caller owns the Exchange and closes it.

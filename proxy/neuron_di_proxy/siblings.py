@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -55,12 +54,7 @@ class Siblings:
             self._server = await asyncio.start_unix_server(self._serve, path)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._server is not None:
             self._server.close()
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -55,14 +54,9 @@ class StaticDirectory:
         self._stop_looking = look_every(ASK_INTERVAL_S, self._look)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stop_looking()
-        await self._asking.__aexit__(kind, error, traceback)
+        await self._asking.__aexit__()
         self._client.close()
 
     def trouble(self) -> str:

@@ -12,7 +12,6 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
@@ -79,12 +78,7 @@ class Tracing:
             self._task = asyncio.create_task(self._send_batches(self._endpoint))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task is None or self._endpoint is None:
             return
         self._task.cancel()

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import aiohttp
@@ -102,12 +101,7 @@ class Cluster:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for process in (self.proxy, *(place.process for place in self.places.values())):
             await process.kill()
         await self._stack.aclose()

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import socket
-from types import TracebackType
 from typing import Literal, Self
 
 Direction = Literal["up", "down"]  # to the server, to the client
@@ -57,12 +56,7 @@ class FaultProxy:
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._server.close()
         self.reset()
         for task in self._tasks:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 
@@ -55,12 +54,7 @@ class Hold:
         asyncio.get_running_loop().add_reader(self._arrivals, self._on_arrival)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.let_go()
 
     def _on_arrival(self) -> None:

@@ -6,7 +6,6 @@ ports of fault proxies in place of the workers' own, and shows only the workers 
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from neuron_di.errors import PeerError
@@ -55,12 +54,7 @@ class Relay:
         await self._directory.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
         await self._directory.__aexit__(None, None, None)
         await self._server.__aexit__(None, None, None)

@@ -8,7 +8,6 @@ import ctypes
 import os
 import threading
 from enum import IntEnum
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from neuron_di_bindings.nrt import instance
@@ -121,12 +120,7 @@ class NrtRuntime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Instance and cores.
