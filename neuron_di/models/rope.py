@@ -58,6 +58,9 @@ class RopeSpec:
         if kind == "linear":
             return cls(kind="linear", theta=theta, factor=number("factor"))
         context = config.get("max_position_embeddings")
+        beside = config.get("original_max_position_embeddings")  # counts first, as in transformers
+        if beside is not None:
+            fields = {**fields, "original_max_position_embeddings": beside}
         return cls(
             kind=cast("RopeKind", kind),
             theta=theta,

@@ -165,7 +165,13 @@ class _Fields:
             raise CheckpointError(
                 f"{self._source}: architecture {names[0]} is not supported; supported: {supported}"
             )
-        return FAMILIES[names[0]]
+        family = FAMILIES[names[0]]
+        kind = self._config.get("model_type", family)
+        if kind != family:  # transformers goes by this one
+            raise CheckpointError(
+                f"{self._source}: model_type {kind!r} is not that of {names[0]}, {family!r}"
+            )
+        return family
 
     def refuse_unsupported(self) -> None:
         activation = self._config.get("hidden_act", "silu")
@@ -215,13 +221,13 @@ class _Fields:
     def sliding_window(self, family: Family, num_layers: int) -> int | None:
         if family == "llama" or self._config.get("sliding_window", _WINDOW) is None:
             return None
-        if family == "mistral":
-            return self.count("sliding_window", _WINDOW)
-        if not self.flag("use_sliding_window"):
-            return None
         layer_types = self._config.get("layer_types")
+        if family == "mistral" and layer_types is None:
+            return self.count("sliding_window", _WINDOW)
+        if family != "mistral" and not self.flag("use_sliding_window"):
+            return None
         first = self._config.get("max_window_layers", 28)  # Hugging Face's default
-        if isinstance(layer_types, list):
+        if isinstance(layer_types, list):  # as Ministral has them, in a Mistral's name
             is_windowed = {layer_type == "sliding_attention" for layer_type in layer_types}
         else:
             is_windowed = {isinstance(first, int) and n >= first for n in range(num_layers)}
@@ -229,7 +235,7 @@ class _Fields:
             return None
         if is_windowed != {True}:
             raise CheckpointError(
-                f"{self._source}: use_sliding_window on some layers only is not supported"
+                f"{self._source}: a sliding window on some layers only is not supported"
             )
         return self.count("sliding_window", _WINDOW)
 

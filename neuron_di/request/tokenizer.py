@@ -36,12 +36,15 @@ class Tokenizer:
         *,
         eos_token: str | None = None,
         chat_template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
+        """`tool_template` is for chats with tools, where the model has one of their own."""
         # The file may ask for truncation or padding, which are for training.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
+        self._tool_template = tool_template or chat_template
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         self.num_vocab: int = backend.get_vocab_size(with_added_tokens=True)
         self._special_ids = frozenset(
@@ -62,15 +65,23 @@ class Tokenizer:
         """Read a folder in Hugging Face layout. Raises CheckpointError, naming the file."""
         backend = _read_backend(folder / "tokenizer.json")
         config = _read_config(folder / "tokenizer_config.json")
+        older: dict[str, Any] = {}  # where special tokens stood before
+        if "added_tokens_decoder" not in config:
+            older = _read_config(folder / "special_tokens_map.json")
         special_tokens = {
             name: text
             for name in _NAMED_SPECIAL_TOKENS
-            if (text := _token_content(config.get(name))) is not None
+            if (text := _token_content(config.get(name) or older.get(name))) is not None
         }
+        chat_template, tool_template = (
+            _read_chat_template(folder, config, name, file, special_tokens)
+            for name, file in _TEMPLATES
+        )
         return cls(
             backend,
             eos_token=special_tokens.get("eos_token"),
-            chat_template=_read_chat_template(folder, config, special_tokens),
+            chat_template=chat_template,
+            tool_template=tool_template,
         )
 
     def encode(
@@ -106,11 +117,14 @@ class Tokenizer:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        return self._chat_template.render(messages, extras)
+        template = self._tool_template if extras is not None and extras.tools else None
+        return (template or self._chat_template).render(messages, extras)
 
     @property
     def chat_template_source(self) -> str | None:
-        return None if self._chat_template is None else self._chat_template.source
+        """Of one template after the other, where there are two."""
+        templates = {self._chat_template: None, self._tool_template: None}
+        return "\n".join(each.source for each in templates if each is not None) or None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of some ids. Ids outside the vocabulary have none."""
@@ -241,18 +255,27 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+# By which name and in which file `transformers` knows them: the second is taken with tools.
+_TEMPLATES = (
+    ("default", "chat_template.jinja"),
+    ("tool_use", "additional_chat_templates/tool_use.jinja"),
+)
+
+
 def _read_chat_template(
-    folder: Path, config: dict[str, Any], special_tokens: dict[str, str]
+    folder: Path, config: dict[str, Any], name: str, file: str, special_tokens: dict[str, str]
 ) -> ChatTemplate | None:
-    """The template file, else the one in tokenizer_config.json, as `transformers` looks."""
-    path = folder / "chat_template.jinja"
+    """The template file, else the one of this name in tokenizer_config.json."""
+    path = folder / file
     source = _read_text(path)
     if source is None:
         path = folder / "tokenizer_config.json"
         source = config.get("chat_template")
         if isinstance(source, list):  # several by name
             named = (entry for entry in source if isinstance(entry, dict))
-            source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+            source = next((e.get("template") for e in named if e.get("name") == name), None)
+        elif name != "default":
+            source = None
     if source is None:
         return None
     if not isinstance(source, str):

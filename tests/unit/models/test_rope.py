@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from neuron_di.errors import CheckpointError
@@ -51,6 +51,23 @@ def test_two_blocks_must_say_the_same() -> None:
     for other in ({"type": "linear", "factor": 4.0}, {**older, "factor": 4.0}):
         with pytest.raises(CheckpointError, match="rope_parameters and rope_scaling differ"):
             RopeSpec.from_config({**both, "rope_scaling": other}, "config.json")
+
+
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 512}])
+def test_the_original_context_may_stand_beside_the_block(inside: dict[str, object]) -> None:
+    block = {name: value for name, value in LLAMA3.items() if name[:8] != "original"} | inside
+    config = {
+        "rope_theta": 10_000.0,
+        "rope_scaling": dict(block),
+        "original_max_position_embeddings": 256,
+        "max_position_embeddings": 2048,
+    }
+    spec = RopeSpec.from_config(config, "config.json")
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
+    frequencies = LlamaModel(LlamaConfig(**sizes, **config)).rotary_emb.inv_freq
+    angles = torch.outer(torch.arange(600.0), frequencies)
+    cos, _ = spec.angle_tables(32, 600)
+    torch.testing.assert_close(cos, angles.cos(), atol=2e-4, rtol=0)
 
 
 def test_absent_means_default() -> None:

@@ -87,8 +87,20 @@ def test_sliding_windows() -> None:
     assert of_family("Qwen2", **named, sliding_window=None).sliding_window is None
     kinds = ["sliding_attention", "sliding_attention"]
     assert of_family("Qwen2", **used, layer_types=kinds).sliding_window == 128
-    with pytest.raises(CheckpointError, match="use_sliding_window on some layers"):
+    for_all = {"sliding_window": 128, "layer_types": kinds}
+    assert of_family("Mistral", **for_all).sliding_window == 128
+    full = ["full_attention", "full_attention"]
+    assert of_family("Mistral", sliding_window=128, layer_types=full).sliding_window is None
+    with pytest.raises(CheckpointError, match="a sliding window on some layers"):
         of_family("Qwen2", **used, max_window_layers=1)
+    with pytest.raises(CheckpointError, match="a sliding window on some layers"):
+        of_family("Mistral", sliding_window=128, layer_types=[kinds[0], full[0]])
+
+
+def test_a_type_of_another_model_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="model_type 'mistral' is not that of LlamaFor"):
+        read({"model_type": "mistral"})
+    assert of_family("Qwen2", model_type="qwen2").family == "qwen2"
 
 
 @pytest.mark.parametrize(

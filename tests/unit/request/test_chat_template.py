@@ -1,3 +1,5 @@
+import json
+
 import jinja2
 import pytest
 from tokenizer_kit import CHAT_TEMPLATE, KINDS, write_folder
@@ -6,7 +8,8 @@ from transformers import AutoTokenizer
 from neuron_di.errors import BadRequest, TooLarge
 from neuron_di.request import ChatTemplate, Tokenizer
 from neuron_di.request.chat_messages import KEY_CHARS_MAX, MESSAGES_MAX
-from neuron_di.request.chat_template import RENDERED_CHARS_MAX
+from neuron_di.request.chat_template import RENDERED_CHARS_MAX, ChatExtras
+from neuron_di.request.template_traits import template_traits
 
 CHATS = [
     [{"role": "user", "content": "hello"}],
@@ -56,14 +59,42 @@ def test_chats_equal_transformers(kind, name, in_a_file, tmp_path):
         assert ours.encode(ours.render_chat(messages), add_special_tokens=False) == expected
 
 
-def test_the_default_of_several_templates_is_used(tmp_path):
-    named = [
-        {"name": "tool_use", "template": "wrong"},
-        {"name": "default", "template": "{{ messages[0].content }}"},
-    ]
-    tokenizer = Tokenizer.load(write_folder(tmp_path, "byte_level", chat_template=named))
-    ids = tokenizer.encode(tokenizer.render_chat(CHATS[0]), add_special_tokens=False)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "hello"
+@pytest.mark.parametrize("in_files", [True, False])
+def test_of_several_templates_tools_have_their_own(in_files, tmp_path):
+    plain = "{{ messages[0].content }} <think>"
+    tools = '{{ tools | length }} {{ messages[0].content }} <tool_call>"name" "arguments"</tool_call>'
+    if in_files:
+        write_folder(tmp_path, "byte_level")
+        (tmp_path / "chat_template.jinja").write_text(plain, "utf-8")
+        more = tmp_path / "additional_chat_templates"
+        more.mkdir()
+        (more / "tool_use.jinja").write_text(tools, "utf-8")
+    else:
+        named = {"rag": "wrong", "tool_use": tools, "default": plain}
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        write_folder(tmp_path, "byte_level", chat_template=listed)
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for given in (None, [tool]):
+        expected = theirs.apply_chat_template(CHATS[0], tools=given, tokenize=False)
+        assert ours.render_chat(CHATS[0], ChatExtras(tools=given)) == expected
+    assert ours.render_chat(CHATS[0], ChatExtras(tools=[])) == "hello <think>"
+    assert template_traits(ours.chat_template_source).tool_format == "hermes"
+
+
+def test_special_tokens_may_stand_in_a_file_of_their_own(tmp_path):
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    write_folder(tmp_path, "byte_level", chat_template=template)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    named = {name: config.pop(name) for name in list(config) if name.endswith("_token")}
+    path.write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(CHATS[0], tokenize=False)
+    assert len(expected) > len("hello")
+    assert ours.render_chat(CHATS[0]) == expected
+    assert ours.eos_id == theirs.eos_token_id
 
 
 def test_text_parts_are_joined():
