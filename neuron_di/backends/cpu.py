@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuron_di.backends.backend import Backend, LayerHook, OnLost
-from neuron_di.backends.cpu_numerics import torch_rounding
+from neuron_di.backends.cpu_numerics import require_threads, torch_rounding
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.core.require import require
@@ -38,6 +38,7 @@ _REPLAY_ROWS = 64  # positions of one call: enough to read the weights rarely, l
 
 def open_backend(options: BackendOptions) -> Backend:
     """Allocate the pool, load the weights. Raises ConfigError or CheckpointError."""
+    require_threads(options.num_threads, options.layout.dtype)
     if options.layout.num_ranks > 1:
         from neuron_di.backends.tensor_parallel import TensorParallelBackend
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from neuron_di.errors import ConfigError
+
 # Of x86: maker and model, and what it can. Of ARM: the same by other names.
 _FIELDS = (
     "vendor_id",
@@ -57,3 +59,24 @@ def torch_rounding(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def _computes(flag: str) -> bool:
     """Most of x86's flags say what the kernel minds, and are others after its next update."""
     return flag.startswith(("sse", "ssse", "avx", "amx", "fma", "f16c"))
+
+
+def require_threads(num_threads: int, dtype: str) -> None:
+    """ConfigError where OpenMP may give torch fewer threads than it was told of.
+
+    Its bfloat16 products divide their work by what it was told: what the missing threads should
+    have computed stays as the memory was.
+    """
+    if dtype != "bfloat16" or num_threads == 1:
+        return
+    limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
+    if os.environ.get("OMP_DYNAMIC", "").strip().lower() == "true":
+        name = "OMP_DYNAMIC"
+    elif limit.isdecimal() and int(limit) < num_threads:
+        name = "OMP_THREAD_LIMIT"
+    else:
+        return
+    raise ConfigError(
+        f"{name}={os.environ[name]} may give torch fewer than {num_threads} threads, and its "
+        "bfloat16 products are wrong then: unset it, or give a --threads that it allows"
+    )

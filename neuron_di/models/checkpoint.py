@@ -1,8 +1,10 @@
 """Finding a checkpoint, telling whether two are the same, and loading its weights."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +21,8 @@ LoadProgress = Callable[[int, int], None]
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _FLOAT_DTYPES = ("F32", "BF16", "F16")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 4096  # of two tensors that are compared
 _DIGEST_SAMPLES = 64  # per weights file
 _DIGEST_SAMPLE_BYTES = 4096
 
@@ -121,8 +125,11 @@ def load_weights(
     With a shard, whose `spec` this is, only its part is read.
 
     Raises CheckpointError that names the file and the tensor when one is missing, has another
-    shape than config.json implies or values that `dtype` cannot hold, or when a file is damaged.
+    shape than config.json implies or values that `dtype` cannot hold, when a file is damaged, or
+    when a head is stored that is not the embedding that it is said to be.
     """
+    if spec.has_tied_embeddings and (shard is None or shard.rank == 0):
+        _require_tied(folder)
     weights = ModelWeights.allocate(spec, getattr(torch, dtype), device)
     targets = dict(weights.stored_tensors(spec))
     bytes_total = sum(target.nbytes for target in targets.values())
@@ -156,6 +163,32 @@ def load_weights(
             f"{folder}: the weights lack tensor {names[0]} {list(targets[names[0]].shape)}{others}"
         )
     return weights
+
+
+def _require_tied(folder: Path) -> None:
+    """Refuse a head of its own where config.json says that there is none: who is right?"""
+    found: dict[str, Any] = {}  # slices, which read what is asked for
+    with contextlib.ExitStack() as stack:
+        for file_name in weight_files(folder):
+            try:
+                stored = stack.enter_context(safe_open(folder / file_name, framework="pt"))
+                names = {_HEAD, _EMBEDDING} & set(stored.keys())
+                found |= {name: stored.get_slice(name) for name in names}
+            except (SafetensorError, OSError):
+                return  # whoever reads it all says so
+        if len(found) < 2:
+            return
+        head, embedding = found[_HEAD], found[_EMBEDDING]
+        num_rows = head.get_shape()[0]
+        is_equal = head.get_shape() == embedding.get_shape() and all(
+            torch.equal(head[start : start + _ROWS], embedding[start : start + _ROWS])
+            for start in range(0, num_rows, _ROWS)
+        )
+        if not is_equal:
+            raise CheckpointError(
+                f"{folder}: config.json says tie_word_embeddings, and {_HEAD} is stored and is not "
+                f"{_EMBEDDING}: set it to false, or remove the tensor that is not meant"
+            )
 
 
 def _stored_shape(target: torch.Tensor, part: Part | None) -> list[int]:

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from neuron_di.backends.cpu_numerics import torch_rounding
+from neuron_di.backends.cpu_numerics import require_threads, torch_rounding
+from neuron_di.errors import ConfigError
 
 _XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -90,3 +91,23 @@ def test_torchs_version_and_choice_of_code_are_said(rounding):
 
 def test_a_kernel_that_tells_nothing_is_no_failure(tmp_path):
     assert torch_rounding(tmp_path / "absent") == torch_rounding(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dtype", "num_threads", "is_refused"),
+    [
+        ("OMP_DYNAMIC", "TRUE", "bfloat16", 2, True),
+        ("OMP_THREAD_LIMIT", "1", "bfloat16", 2, True),
+        ("OMP_THREAD_LIMIT", "2", "bfloat16", 2, False),
+        ("OMP_THREAD_LIMIT", "1", "float32", 2, False),
+        ("OMP_DYNAMIC", "true", "bfloat16", 1, False),
+        ("OMP_DYNAMIC", "false", "bfloat16", 2, False),
+    ],
+)
+def test_threads_that_openmp_may_withhold(monkeypatch, name, value, dtype, num_threads, is_refused):
+    monkeypatch.setenv(name, value)
+    if not is_refused:
+        require_threads(num_threads, dtype)
+        return
+    with pytest.raises(ConfigError, match=f"{name}={value} may give torch fewer than 2 threads"):
+        require_threads(num_threads, dtype)

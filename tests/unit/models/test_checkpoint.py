@@ -16,6 +16,7 @@ from neuron_di.models import (
 )
 from neuron_di.testing import write_random_checkpoint
 
+EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 
 
@@ -59,6 +60,21 @@ def test_stored_dtype_is_converted(tmp_path: Path, stored: str) -> None:
     for name, tensor in weights.stored_tensors(spec):
         assert tensors[name].dtype == getattr(torch, stored)
         assert torch.equal(tensor, tensors[name].float()), name
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_head_that_is_not_the_embedding_it_is_said_to_be(tmp_path: Path, num_shards: int) -> None:
+    write_random_checkpoint(tmp_path, "qwen2", tied=True, num_shards=num_shards)
+    path = next(path for path in tmp_path.glob("*.safetensors") if EMBEDDING in load_file(path))
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors[EMBEDDING].clone()}, path)
+    load(tmp_path)
+    other = tensors[EMBEDDING].clone()
+    other[-1, -1] += 1
+    for head in (other, other[:-1].contiguous()):
+        save_file(tensors | {"lm_head.weight": head}, path)
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight is stored and is not model"):
+            load(tmp_path)
 
 
 def test_missing_tensor_is_named(llama_folder: Path) -> None:

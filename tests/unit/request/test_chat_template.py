@@ -62,7 +62,9 @@ def test_chats_equal_transformers(kind, name, in_a_file, tmp_path):
 @pytest.mark.parametrize("in_files", [True, False])
 def test_of_several_templates_tools_have_their_own(in_files, tmp_path):
     plain = "{{ messages[0].content }} <think>"
-    tools = '{{ tools | length }} {{ messages[0].content }} <tool_call>"name" "arguments"</tool_call>'
+    tools = (
+        '{{ tools | length }} {{ messages[0].content }} <tool_call>"name" "arguments"</tool_call>'
+    )
     if in_files:
         write_folder(tmp_path, "byte_level")
         (tmp_path / "chat_template.jinja").write_text(plain, "utf-8")
