@@ -3,6 +3,7 @@
 The same engine as a worker of role "both", without sockets.
 """
 
+import os
 import queue
 import random
 import threading
@@ -12,7 +13,7 @@ from typing import Any, Self, cast
 
 import msgspec
 
-from neuron_di.config import EngineOptions
+from neuron_di.config import EngineOptions, options_of_values
 from neuron_di.core import BlockPool, CombinedScheduler
 from neuron_di.engine import Broken, Emitted, Ended, Engine, EngineEvent, Key
 from neuron_di.errors import BadRequest, LocalProtocolError, NeuronDiError
@@ -49,7 +50,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        limits = EngineOptions(**options)
+        limits = options_of_values(EngineOptions, options)
         self._model = load_model(model, None, "both", limits)
         limits = self._model.limits(limits)
         self._waiting_max = limits.waiting_max
@@ -62,6 +63,7 @@ class LLM:
         )
         self._lock = threading.Lock()  # held while prompts are answered: events are of one call
         self._is_closed = False
+        self._pid = os.getpid()
         self._events: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
         self._engine = Engine(
             self._model.backend,
@@ -88,12 +90,14 @@ class LLM:
         One prompt alone is a list of one. Without a seed each draws numbers of its own.
 
         BadRequest when a prompt or a parameter cannot be; nothing is computed then.
-        LocalProtocolError once it is closed.
+        LocalProtocolError once it is closed, and in a forked process.
         """
         listed = _listed(prompts)
         with self._lock:
             if self._is_closed:
                 raise LocalProtocolError("this LLM is closed")
+            if self._pid != os.getpid():  # its threads are not in a copy of the process
+                raise LocalProtocolError("this LLM is another process's: make one in each")
             return self._generate(listed, sampling or SamplingParams())
 
     def close(self) -> None:
@@ -159,6 +163,8 @@ class LLM:
         tokenizer = self._model.tokenizer
         num_vocab = self._model.backend.num_vocab
         check_sampling(sampling, num_vocab)
+        if sampling.logprobs is not None:
+            raise BadRequest("LLM gives no logprobs: ask a server", param="logprobs")
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=random.getrandbits(63))
         prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -10,7 +10,12 @@ from neuron_di.config.exposure import cannot_listen, is_loopback, require_addres
 from neuron_di.config.flag_parser import FlagParser, add_flags, flags_of
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
-from neuron_di.config.load import CONFIG_VARIABLE, load_options, refused_variables
+from neuron_di.config.load import (
+    CONFIG_VARIABLE,
+    load_options,
+    options_of_values,
+    refused_variables,
+)
 from neuron_di.config.model_folder import local_folder
 from neuron_di.config.neuron import NeuronOptions
 from neuron_di.config.option import ByteSize
@@ -54,6 +59,7 @@ __all__ = [
     "is_loopback",
     "load_options",
     "local_folder",
+    "options_of_values",
     "raise_descriptor_limit",
     "refused_variables",
     "require_address",

@@ -51,6 +51,22 @@ def load_options(
     )
 
 
+def options_of_values(options_class: type[T], values: Mapping[str, object]) -> T:
+    """Options as a script gives them: by name, each checked as a flag's value is.
+
+    A nested set is given whole, as it is. Raises ConfigError, or TypeError for an unknown name.
+    """
+    specs = specs_of(options_class)
+    return options_class(
+        **{
+            name: value
+            if value is None or name not in specs
+            else parse_value(specs[name], value, name)
+            for name, value in values.items()
+        }
+    )
+
+
 def refused_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Of our variables those that no command takes: its name, and why, with the mend."""
     known = {key: spec for each in OPTION_SETS for key, spec in specs_of(each).items()}

@@ -1,5 +1,6 @@
 """The offline API: who may call it, and when."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from neuron_di import LLM, SamplingParams
-from neuron_di.errors import LocalProtocolError
+from neuron_di.errors import BadRequest, ConfigError, LocalProtocolError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [7] * 30, [5, 9], [11, 4, 6, 8]]
@@ -62,3 +63,30 @@ def test_who_is_interrupted_leaves_nothing_running(
     monkeypatch.undo()
     assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected
     assert not llm._engine._live
+
+
+def test_a_copy_of_the_process_is_told_that_nobody_computes_there(llm: LLM) -> None:
+    llm.generate(PROMPTS[0], GREEDY)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            llm.generate(PROMPTS[0], GREEDY)
+        except LocalProtocolError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_what_it_does_not_give_is_refused(llm: LLM) -> None:
+    with pytest.raises(BadRequest, match="no logprobs"):
+        llm.generate(PROMPTS[0], SamplingParams(logprobs=2))
+
+
+@pytest.mark.parametrize("name", ["decode_batch", "threads", "num_blocks", "waiting_max"])
+def test_options_are_checked_as_flags_are(llama_folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        LLM(str(llama_folder), **{name: -1})
+    with pytest.raises(TypeError, match="decode_bach"):
+        LLM(str(llama_folder), decode_bach=1)
