@@ -5,8 +5,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from neuron_di.config.control_group import core_quota, memory_limit
 from neuron_di.doctor.amounts import counted, in_bytes
-from neuron_di.doctor.control_group import core_quota, memory_limit
 from neuron_di.doctor.finding import Fact, Finding, Grade
 from neuron_di.doctor.limits import Limit, limit_of
 from neuron_di.doctor.machine import Machine, Room
@@ -51,7 +51,7 @@ def _system(machine: Machine) -> Finding:
 def _cores(machine: Machine) -> Finding:
     allowed = _in_ranges(_status(machine, "Cpus_allowed_list"))
     online = _in_ranges(machine.read("/sys/devices/system/cpu/online") or "") or allowed
-    quota = core_quota(machine)
+    quota = core_quota(machine.read)
     facts: dict[str, Fact] = {"num_online": online, "num_allowed": allowed, "quota": quota}
     if quota is not None and quota < allowed:
         return Finding(
@@ -83,7 +83,7 @@ def _cores(machine: Machine) -> Finding:
 def _memory(machine: Machine) -> Finding:
     meminfo = machine.read("/proc/meminfo") or ""
     total_bytes, available_bytes = _kib(meminfo, "MemTotal"), _kib(meminfo, "MemAvailable")
-    limit_bytes = memory_limit(machine)
+    limit_bytes = memory_limit(machine.read)
     words = f"{in_bytes(available_bytes)} of {in_bytes(total_bytes)} memory are available"
     if limit_bytes is not None and limit_bytes < total_bytes:
         words += f"; a control group limits what is here to {in_bytes(limit_bytes)}"

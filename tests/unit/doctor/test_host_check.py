@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from machine_kit import LIMITS, MEMINFO, STATUS, found, make_machine
 
-from neuron_di.doctor.control_group import core_quota, memory_limit
+from neuron_di.config.control_group import core_quota, memory_limit
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.host import check
 from neuron_di.doctor.limits import Limit, limit_of
@@ -84,7 +84,7 @@ def test_a_system_without_proc_is_none_of_ours(tmp_path: Path) -> None:
 def test_a_quota_of_either_version_is_read(
     tmp_path: Path, files: dict[str, str], quota: float | None
 ) -> None:
-    assert core_quota(make_machine(tmp_path, files)) == quota
+    assert core_quota(make_machine(tmp_path, files).read) == quota
 
 
 def test_less_time_than_cores_is_a_trouble_and_says_how_many_threads(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_limit_of_memory_of_either_version_is_read(
     tmp_path: Path, path: str, text: str, limit: int | None
 ) -> None:
     files = {"/proc/self/cgroup": "9:memory:/a.slice/b.service\n", path: text}
-    assert memory_limit(make_machine(tmp_path, files)) == limit
+    assert memory_limit(make_machine(tmp_path, files).read) == limit
 
 
 def test_memory_that_does_not_suffice_is_a_trouble(tmp_path: Path) -> None:
