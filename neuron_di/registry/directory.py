@@ -231,6 +231,8 @@ class Directory:
         if former is not None and former.worker_id != record.worker_id:
             words = f"{record.worker_id} has put a record at its key"
             self._keep(former, words)
+        elif former is not None and record.started_unix_s < former.started_unix_s:
+            self._keep(former, "its key tells of a former process, as of a restored registry")
         if self._dropped:
             others = [each for each in self._dropped if each.worker_id != record.worker_id]
             self._dropped = deque(others, DROPPED_MAX)
@@ -309,12 +311,13 @@ def is_restart_of(successor: WorkerRecord, lost: WorkerRecord) -> bool:
     """Whether this is the same worker in another process: what others go by has not changed.
 
     Not where a key would have to be believed: a prefill worker lets in those that the registry
-    has, and so a decode worker with a fresh one has to wait for it.
+    has. So a decode worker with a fresh one has to wait for it, and a prefill worker, which knows
+    nobody yet.
     """
     return (
         successor.incarnation != lost.incarnation
         and successor.state == "ready"
-        and (successor.role != "decode" or successor.signal_key is None)
+        and (successor.role == "both" or successor.signal_key is None)
         and all(
             getattr(successor, name) == getattr(lost, name)
             for name in (

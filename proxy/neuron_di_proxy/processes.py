@@ -14,6 +14,7 @@ from typing import Self
 from neuron_di.child import Child, end, run_together
 from neuron_di.clock import Deadline
 from neuron_di.config import FrontOptions, LimitOptions, ProxyOptions, flags_of
+from neuron_di.errors import ConfigError
 from neuron_di.obs import LaunchReport, get_logger
 from neuron_di.own_folder import OwnFolder, sweep
 from neuron_di_proxy.siblings import SiblingPlace
@@ -21,6 +22,7 @@ from neuron_di_proxy.siblings import SiblingPlace
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0  # beside the drain
 FOLDER_PREFIX = "neuron-di-proxy-"
+_FOLDER_CHARS_MAX = 107 - len("/63.socket")  # Linux' sun_path, less its end
 
 _log = get_logger(__name__)
 
@@ -56,6 +58,11 @@ class FurtherProcesses:
             sweep(FOLDER_PREFIX)
             folder = OwnFolder(FOLDER_PREFIX)
             stack.callback(folder.remove)
+            if len(folder.path) > _FOLDER_CHARS_MAX:
+                raise ConfigError(
+                    f"the folder {folder.path} is too long for the processes' sockets: give "
+                    "TMPDIR a shorter one"
+                )
             num_processes = self._options.front.processes
             self.place = SiblingPlace(folder=folder.path, index=0, num_processes=num_processes)
             self._children = [self._child(index) for index in range(1, num_processes)]

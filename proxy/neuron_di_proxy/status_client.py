@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import httptools
 
 from neuron_di.errors import RemoteProtocolError
+from neuron_di.wire.announce import STATUS_BYTES_MAX
 
-ANSWER_BYTES_MAX = 128 << 10  # head and body
+ANSWER_BYTES_MAX = STATUS_BYTES_MAX + (16 << 10)  # body and head
 
 _Place = tuple[str, int]  # host, port
 

@@ -1,17 +1,19 @@
 """Several processes of one proxy answer as one."""
 
 import asyncio
+import tempfile
 from dataclasses import replace
 
 import pytest
 from running_proxy import AT_ONCE, ListDirectory
 from scripted_worker import finished
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
+from neuron_di.errors import ConfigError
 from neuron_di.types import RequestId
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.metrics_of_all import join_metrics
-from neuron_di_proxy.processes import part_of
+from neuron_di_proxy.processes import FurtherProcesses, Meeting, part_of
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.service import Service
 from neuron_di_proxy.siblings import QUESTION_BYTES_MAX, SiblingPlace, Siblings
@@ -160,3 +162,13 @@ async def test_an_answer_that_breaks_off_is_none(processes, tmp_path):
         text = (await ours.metrics()).decode()
     assert 'process="2"' not in text
     assert 'process="1"' in text
+
+
+async def test_a_folder_whose_sockets_could_not_be_named_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
+    (tmp_path / ("x" * 80)).mkdir()
+    options = ProxyOptions(front=FrontOptions(processes=2))
+    with pytest.raises(ConfigError, match="give TMPDIR a shorter one"):
+        async with FurtherProcesses(options, 1, Meeting()):
+            pass
+    assert list((tmp_path / ("x" * 80)).iterdir()) == []

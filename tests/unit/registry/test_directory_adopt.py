@@ -132,10 +132,11 @@ async def test_whatever_else_answers_there_is_not_taken(make_record, changes):
         assert directory.workers() == (before,)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 @virtual
-async def test_a_key_that_others_would_have_to_believe_waits_for_the_registry(make_record):
+async def test_a_key_that_others_would_have_to_believe_waits_for_the_registry(make_record, role):
     registry = Told()
-    before = make_record(4001, role="decode", signal_port=0, signal_key="k" * 40)
+    before = make_record(4001, role=role, signal_port=0, signal_key="k" * 40)
     after = restarted(before, signal_port=0, signal_key="n" * 40)
     async with Directory(registry) as directory:
         await registry.say(snapshot(before))

@@ -89,3 +89,21 @@ async def test_many_names_at_one_key_leave_one_behind(make_record):
             await registry.say(changed(rival_of(record, f"rival-{number}")))
         assert ids(directory) == ["rival-497", "rival-498", "rival-499"]
         assert directory._num_keys.total() == 1
+
+
+@virtual
+async def test_a_restored_registry_drives_nobody_out(make_record):
+    registry = Told()
+    record = make_record(4001, started_unix_s=200.0)
+    former = msgspec.structs.replace(
+        record, incarnation=Incarnation("former"), started_unix_s=100.0
+    )
+    async with Directory(registry) as directory:
+        await registry.say(snapshot(former), changed(record))
+        assert directory.workers() == (record,)
+        await registry.say(snapshot(former))
+        assert sorted(r.incarnation for r in directory.workers()) == sorted(
+            each.incarnation for each in (former, record)
+        )
+        await registry.say(changed(record))  # it says so again and again
+        assert directory.workers() == (record,)

@@ -285,14 +285,6 @@ async def test_one_that_is_never_given_up_comes_back_once_it_may():
     assert num_starts == 2 + 2 * STARTS_REFUSED_MAX
 
 
-async def test_a_file_of_options_is_read_once(monkeypatch: pytest.MonkeyPatch):
-    """Its child is told all of them: what was written there since is for the next start."""
-    monkeypatch.setenv("NEURON_DI_CONFIG", "site.toml")
-    is_told = "import os; assert not os.environ.get('NEURON_DI_CONFIG')"
-    async with child_of(lambda: python(is_told, READY, WAIT)) as child:
-        await start(child)
-
-
 async def test_the_end_is_asked_for_and_then_made():
     async with (
         child_of(lambda: python(READY, WAIT)) as polite,
