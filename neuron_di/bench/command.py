@@ -7,12 +7,12 @@ signal's number when it was interrupted, after the figures of what was measured.
 import argparse
 import asyncio
 import os
-import resource
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_di.bench.flags import KEY_VARIABLE
+from neuron_di.config import raise_descriptor_limit
 from neuron_di.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _run(settings: "Settings", trace: "Trace | None", key: str | None) -> "tuple
     from neuron_di.bench.progress import RunProgress
     from neuron_di.bench.run import View, bench
 
-    _allow_many_connections()
+    raise_descriptor_limit()  # each open request has a connection
     begun: list[Run] = []
     signals: list[int] = []
 
@@ -144,12 +144,6 @@ def _run(settings: "Settings", trace: "Trace | None", key: str | None) -> "tuple
     if begun and signals:
         begun[0].is_interrupted = True
     return begun[0] if begun else None, signals[0] if signals else 0
-
-
-def _allow_many_connections() -> None:
-    """Each open request has a connection: as many as the system lets this process have."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _write(document: "Document", flags: argparse.Namespace) -> None:

@@ -100,7 +100,6 @@ def _classes_of(spec: dict[str, str]) -> dict[str, Any]:
 
 _classes = _classes_of(_SPEC)
 
-KeyValueMessage = _classes["KeyValue"]
 RangeRequest = _classes["RangeRequest"]
 PutRequest = _classes["PutRequest"]
 DeleteRangeRequest = _classes["DeleteRangeRequest"]

@@ -15,7 +15,6 @@ TRANSFER_FAULTS = (
 )
 DAMAGE_FAULTS = ("transfer flips a bit", "transfer hits a wrong block")  # only digests show them
 LEG_FAULTS = ("leg reset", "leg stalls", "connection refused")
-BACKEND_FAULTS = ("step fails",)
 
 
 class Faults:

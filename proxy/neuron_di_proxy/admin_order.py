@@ -2,7 +2,7 @@
 
 import ipaddress
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -51,6 +51,9 @@ class RoleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     force: bool = False
 
 
+Order = TypeVar("Order", DrainRequest, RoleRequest)
+
+
 class AdminLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What has just been reached. `done` or `failed` comes once, last.
 
@@ -64,20 +67,11 @@ class AdminLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_clean: bool = True
 
 
-def read_drain(headers: Mapping[str, str], body: bytes) -> DrainRequest:
-    """Raises BadRequest, NotJson or TooLarge."""
+def read_order(kind: type[Order], headers: Mapping[str, str], body: bytes) -> Order:
+    """A DrainRequest or a RoleRequest. Raises BadRequest, NotJson or TooLarge."""
     _check_form(headers, body)
     try:
-        return msgspec.json.decode(body, type=DrainRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _bad(error) from None
-
-
-def read_role(headers: Mapping[str, str], body: bytes) -> RoleRequest:
-    """Raises BadRequest, NotJson or TooLarge."""
-    _check_form(headers, body)
-    try:
-        return msgspec.json.decode(body, type=RoleRequest)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _bad(error) from None
 

@@ -34,7 +34,7 @@ from neuron_di.obs import get_logger
 from neuron_di.version import __version__
 from neuron_di.wire import Failed
 from neuron_di_proxy.admin import Lines
-from neuron_di_proxy.admin_order import check_sender, read_drain, read_role
+from neuron_di_proxy.admin_order import DrainRequest, RoleRequest, check_sender, read_order
 from neuron_di_proxy.body_refusal import body_bytes_max, body_late, body_too_large, check_body_form
 from neuron_di_proxy.choice_request import BYTES_PER_TOKEN, HOT_PATHS, Endpoint
 from neuron_di_proxy.failure import failure_of
@@ -224,11 +224,11 @@ class Proxy(Quart):
         return _json_response(openapi_document())
 
     async def drain_worker(self) -> Response:
-        order = read_drain(_this_request().fields, await self._order())
+        order = read_order(DrainRequest, _this_request().fields, await self._order())
         return await _follow(self.service.admin.drain(order))
 
     async def change_role(self) -> Response:
-        order = read_role(_this_request().fields, await self._order())
+        order = read_order(RoleRequest, _this_request().fields, await self._order())
         return await _follow(self.service.admin.change_role(order))
 
     async def _order(self) -> bytes:
