@@ -30,10 +30,10 @@ def add_order_flags(parser: argparse.ArgumentParser) -> None:
 
 def seconds(text: str) -> float:
     """A length of time; argparse tells a ValueError as "invalid seconds value"."""
-    seconds = float(text)
-    if not 0 <= seconds < math.inf:  # NaN neither
+    length_s = float(text)
+    if not 0 <= length_s < math.inf:  # NaN neither
         raise ValueError
-    return seconds
+    return length_s
 
 
 def run_drain_command(flags: argparse.Namespace, key: str | None) -> int:

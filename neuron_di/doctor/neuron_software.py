@@ -18,6 +18,8 @@ from neuron_di.doctor.pci import instance_type, neuron_devices
 from neuron_di.neuron_cores import RUNTIME_FUNCTIONS, RUNTIME_MAJOR
 from neuron_di.neuron_releases import (
     AWS_INDEX,
+    INFERENCE_MIN,
+    INFERENCE_MIN_SDK,
     numbers_of,
     overflows_at_4_gib,
     sdks_of,
@@ -62,7 +64,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     yield from _packages(machine, grade)
     yield from _releases(driver, runtime, versions)
     yield from _torch(machine, versions["torch-neuronx"], grade)
-    yield from _inference(versions["neuronx-distributed-inference"], _family(machine))
+    yield from _inference(versions["neuronx-distributed-inference"], _family(machine), grade)
     yield from _nixl(machine)
 
 
@@ -283,9 +285,17 @@ def _torch(machine: Machine, torch_neuronx: str | None, bad_grade: Grade) -> Ite
         )
 
 
-def _inference(version: str | None, family: str) -> Iterator[Finding]:
+def _inference(version: str | None, family: str, bad_grade: Grade) -> Iterator[Finding]:
     numbers = numbers_of(version or "")[:2]
-    if numbers >= (0, 9) and family in ("trn1", "trn1n", "inf2"):
+    if () < numbers < INFERENCE_MIN:
+        yield Finding(
+            check="neuron.inference",
+            grade=bad_grade,
+            says=f"NxD Inference {version} is too old: its KV has no room behind a slot",
+            mend=or_without(f"Install SDK {INFERENCE_MIN_SDK} or 2.28.", bad_grade),
+            facts={"version": version},
+        )
+    elif numbers >= (0, 9) and family in ("trn1", "trn1n", "inf2"):
         yield Finding(
             check="neuron.inference",
             grade=Grade.WARNING,

@@ -140,6 +140,16 @@ def test_a_torch_that_torch_neuronx_is_not_built_for(tmp_path, environment):
     assert "torch==2.9.*" in found["neuron.torch"].mend
 
 
+@pytest.mark.parametrize(
+    ("version", "grade"),
+    [("0.6.10598", Grade.FAILED), ("0.7.15063", None), ("0.8.16251", None)],
+)
+def test_an_nxd_inference_that_no_worker_takes(tmp_path, environment, version, grade):
+    packages = neuron_packages(tmp_path / "packages", **{"neuronx-distributed-inference": version})
+    found = findings(instance(tmp_path / "root", "trn2.48xlarge"), environment, packages)
+    assert (found["neuron.inference"].grade if "neuron.inference" in found else None) == grade
+
+
 def test_nxd_inference_for_trn2_on_trn1(tmp_path, environment):
     packages = neuron_packages(tmp_path / "packages")
     root = instance(tmp_path / "root", "trn1.32xlarge")
