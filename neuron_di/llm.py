@@ -93,15 +93,17 @@ class LLM:
         LocalProtocolError once it is closed, and in a forked process.
         """
         listed = _listed(prompts)
+        if self._is_copy():
+            raise LocalProtocolError("this LLM is another process's: make one in each")
         with self._lock:
             if self._is_closed:
                 raise LocalProtocolError("this LLM is closed")
-            if self._pid != os.getpid():  # its threads are not in a copy of the process
-                raise LocalProtocolError("this LLM is another process's: make one in each")
             return self._generate(listed, sampling or SamplingParams())
 
     def close(self) -> None:
-        """May be called twice."""
+        """May be called twice. Does nothing in a forked process, which owns none of it."""
+        if self._is_copy():
+            return
         with self._lock:
             if self._is_closed:
                 return
@@ -114,6 +116,10 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _is_copy(self) -> bool:
+        """Whether this is a forked process: there its threads are not, and locks may stay held."""
+        return self._pid != os.getpid()
 
     def _generate(
         self, listed: Sequence[str | Sequence[int]], sampling: SamplingParams

@@ -57,14 +57,11 @@ def options_of_values(options_class: type[T], values: Mapping[str, object]) -> T
     A nested set is given whole, as it is. Raises ConfigError, or TypeError for an unknown name.
     """
     specs = specs_of(options_class)
-    return options_class(
-        **{
-            name: value
-            if value is None or name not in specs
-            else parse_value(specs[name], value, name)
-            for name, value in values.items()
-        }
-    )
+    checked = dict(values)
+    for name, spec in specs.items():
+        if name in values and not (spec.is_optional and values[name] is None):
+            checked[name] = parse_value(spec, values[name], name)
+    return options_class(**checked)
 
 
 def refused_variables(environ: Mapping[str, str]) -> dict[str, str]:

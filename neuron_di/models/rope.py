@@ -31,7 +31,7 @@ class RopeSpec:
         """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
 
         `source` names the file in errors. Raises CheckpointError for a type not listed above, and
-        where both blocks are there: readers differ in which one counts.
+        where both blocks are there and differ: so do readers in which one counts.
         """
         fields, older = (_block(config.get(key), source) for key in _BLOCKS)
         if fields and older and not _says_no_more(older, fields):

@@ -19,23 +19,22 @@ def test_a_quota_counts_in_whole_cores(quota, cores):
     assert usable_cores(files.get) == cores
 
 
-def test_the_least_quota_up_to_the_root_counts():
-    files = {
-        "/proc/self/cgroup": "0::/a/b/c",
-        "/sys/fs/cgroup/a/b/cpu.max": "400000 100000",
-        "/sys/fs/cgroup/a/cpu.max": "300000 100000",
-    }
-    assert usable_cores(files.get) == 3
+NESTED = {
+    "/proc/self/cgroup": "0::/a/b/c",
+    "/sys/fs/cgroup/a/b/cpu.max": "400000 100000",
+    "/sys/fs/cgroup/a/cpu.max": "300000 100000",
+}
+FIRST_VERSION = {
+    "/proc/self/cgroup": "5:memory:/box\n4:cpu,cpuacct:/box",
+    "/sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "250000",
+    "/sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "50000",
+}
+NO_QUOTA = FIRST_VERSION | {"/sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "-1"}
 
 
-def test_the_first_version_of_control_groups_has_two_files():
-    files = {
-        "/proc/self/cgroup": "5:memory:/box\n4:cpu,cpuacct:/box",
-        "/sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "250000",
-        "/sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "50000",
-    }
-    assert usable_cores(files.get) == 5
-    assert usable_cores((files | {"/sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "-1"}).get) == 8
+@pytest.mark.parametrize(("files", "cores"), [(NESTED, 3), (FIRST_VERSION, 5), (NO_QUOTA, 8)])
+def test_the_least_quota_up_to_the_root_counts_in_both_versions(files, cores):
+    assert usable_cores(files.get) == cores
 
 
 def test_without_control_groups_affinity_counts():

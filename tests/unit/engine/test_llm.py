@@ -1,6 +1,7 @@
 """The offline API: who may call it, and when."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,17 +67,21 @@ def test_who_is_interrupted_leaves_nothing_running(
 
 
 def test_a_copy_of_the_process_is_told_that_nobody_computes_there(llm: LLM) -> None:
-    llm.generate(PROMPTS[0], GREEDY)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            llm.generate(PROMPTS[0], GREEDY)
-        except LocalProtocolError:
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    expected = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
+    with llm._lock:  # as while another thread's prompts are answered
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(30)
+                llm.close()
+                llm.generate(PROMPTS[0], GREEDY)
+            except LocalProtocolError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected
 
 
 def test_what_it_does_not_give_is_refused(llm: LLM) -> None:
@@ -88,5 +93,7 @@ def test_what_it_does_not_give_is_refused(llm: LLM) -> None:
 def test_options_are_checked_as_flags_are(llama_folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be"):
         LLM(str(llama_folder), **{name: -1})
+    with pytest.raises(ConfigError, match="decode_batch must be"):
+        LLM(str(llama_folder), decode_batch=None)
     with pytest.raises(TypeError, match="decode_bach"):
         LLM(str(llama_folder), decode_bach=1)
