@@ -23,7 +23,7 @@ Nor is a present key life: who routes by a directory probes as well.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Self
 
 from neuron_di.clock import now_s
@@ -77,6 +77,7 @@ class Directory:
         self._num_keys: Counter[Process] = Counter()  # of those that are present
         self._vanished = VanishedWorkers()
         self._replaced = ReplacedProcesses(keep_s)
+        self._has_snapshot = False
         self._dropped: deque[RefusedRecord] = deque(maxlen=DROPPED_MAX)
         self._view: tuple[WorkerRecord, ...] | None = ()  # None: it is to be made anew
         self._changed = asyncio.Event()  # set at the next change, and replaced by a fresh one
@@ -102,6 +103,17 @@ class Directory:
     def vanished(self) -> dict[Process, float]:
         """The workers of the view whose key is gone, and for how many seconds."""
         return self._vanished.ages_s()
+
+    def remember(self, records: Iterable[WorkerRecord]) -> None:
+        """Begin with whom another directory knew, as if their keys had vanished.
+
+        Nothing happens where the registry has said already who is there.
+        """
+        if self._has_snapshot:
+            return
+        for record in records:
+            self._keep(record, "known from before")
+        self._note_change()
 
     def drop(self, record: WorkerRecord, reason: str) -> None:
         """Whoever probes found that this process is gone. It leaves the view if its key has."""
@@ -214,6 +226,7 @@ class Directory:
             is_old = self._replaced.is_old(key, process_of(record))
             if not is_old and record != self._present.get(key):
                 self._put(key, record)
+        self._has_snapshot = True
 
     def _has_room(self, key: str, present: Mapping[str, WorkerRecord]) -> bool:
         return key in present or len(present) < KEYS_MAX

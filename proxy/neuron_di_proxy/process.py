@@ -26,7 +26,7 @@ from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.processes import FurtherProcesses, Meeting, part_of
 from neuron_di_proxy.route import Directory
 from neuron_di_proxy.server import bind, serve
-from neuron_di_proxy.siblings import SiblingPlace
+from neuron_di_proxy.siblings import SiblingPlace, workers_known_to_others
 from neuron_di_proxy.static_directory import StaticDirectory
 from neuron_di_proxy.ticks import look_every
 
@@ -136,6 +136,8 @@ async def _run(options: ProxyOptions) -> None:
                 index=options.sibling_index,
                 num_processes=options.front.processes,
             )
+            if isinstance(directory, RegistryDirectory):
+                directory.remember(await workers_known_to_others(place))
         elif options.front.processes > 1:
             others = await stack.enter_async_context(FurtherProcesses(options, port, meeting))
             place = others.place

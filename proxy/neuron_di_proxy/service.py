@@ -69,6 +69,7 @@ class Service:
 
     def __init__(self, config: ProxyConfig, directory: Directory) -> None:
         self.config = config
+        self.directory = directory
         self.limits = limits = config.limits
         rng = random.Random()  # noqa: S311 - spreads retries, keeps no secret
         self.client = WorkerClient(limits)

@@ -12,6 +12,7 @@ from typing import Self
 
 import msgspec
 
+from neuron_di.wire import WorkerRecord
 from neuron_di_proxy.metrics_of_all import join_metrics
 from neuron_di_proxy.receipts import Receipt
 from neuron_di_proxy.service import Service
@@ -22,6 +23,7 @@ QUESTION_BYTES_MAX = 1024
 
 _receipt_decoder = msgspec.json.Decoder(Receipt)
 _status_decoder = msgspec.json.Decoder(ProxyStatus)
+_workers_decoder = msgspec.json.Decoder(list[WorkerRecord])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +81,9 @@ class Siblings:
         return next((_receipt_decoder.decode(answer) for answer in answers.values()), None)
 
     async def _ask_all(self, question: str) -> dict[int, bytes]:
-        """What each other process has to say, by its index."""
-        place = self._place
-        if place is None or len(question) >= QUESTION_BYTES_MAX:
+        if self._place is None or len(question) >= QUESTION_BYTES_MAX:
             return {}
-        others = [index for index in range(place.num_processes) if index != place.index]
-        answers = await asyncio.gather(*(_ask(place.path_of(each), question) for each in others))
-        return {index: answer for index, answer in zip(others, answers, strict=True) if answer}
+        return await _ask_others(self._place, question)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, ValueError, TimeoutError):
@@ -103,10 +101,27 @@ class Siblings:
                 return service.metrics.text()
             case ("status", _, _):
                 return msgspec.json.encode(report_proxy(service.admission))
+            case ("workers", _, _):
+                return msgspec.json.encode(service.directory.workers())
             case ("receipt", _, answer_id):
                 receipt = service.receipts.get(answer_id)
                 return b"" if receipt is None else msgspec.json.encode(receipt)
         return b""
+
+
+async def workers_known_to_others(place: SiblingPlace) -> list[WorkerRecord]:
+    """Whom the process knows that knows most: one that was started again need not know nobody
+    until the registry, which may be away, has answered."""
+    answers = await _ask_others(place, "workers")
+    known = (_workers_decoder.decode(answer) for answer in answers.values())
+    return max(known, key=len, default=[])
+
+
+async def _ask_others(place: SiblingPlace, question: str) -> dict[int, bytes]:
+    """What each other process has to say, by its index."""
+    others = [index for index in range(place.num_processes) if index != place.index]
+    answers = await asyncio.gather(*(_ask(place.path_of(each), question) for each in others))
+    return {index: answer for index, answer in zip(others, answers, strict=True) if answer}
 
 
 async def _ask(path: Path, question: str) -> bytes:

@@ -59,6 +59,40 @@ async def test_several_proxies_share_the_workers_in_etcd(llama):
                 await sees(proxy.url, 0)
 
 
+async def test_a_process_of_a_proxy_that_starts_again_without_etcd_serves(llama):
+    async with running_etcd() as etcd:
+        there = f"--etcd={','.join(etcd.addresses)}"
+        async with (
+            part("proxy", "--port=0", "--processes=2", there) as proxy,
+            part("worker", str(llama), "--role=both", there, *ONE_THREAD),
+        ):
+            (sibling,) = children_of(proxy.process.pid)
+            await all_serve(proxy.url, {sibling.pid, proxy.process.pid})
+            etcd.members[0].kill()
+            sibling.kill()
+
+            async def is_back():
+                found = children_of(proxy.process.pid)
+                return found[0] if found and found[0].pid != sibling.pid else None
+
+            again = await eventually(is_back)
+            await all_serve(proxy.url, {again.pid, proxy.process.pid})
+
+
+async def all_serve(url, pids):
+    """Until each of these processes of a proxy knows workers; a connection leads to any of them."""
+    serving = set()
+    async with asyncio.timeout(DEADLINE_S):
+        while not pids <= serving:
+            async with aiohttp.ClientSession() as session:
+                async with session.get(f"{url}/status") as answer:
+                    status = json.loads(await answer.text())
+                async with session.get(f"{url}/ready") as answer:
+                    if answer.status == 200:
+                        serving.add(status["proxy"]["pid"])
+            await asyncio.sleep(0.01)
+
+
 async def test_auto_starts_an_etcd_for_serve_and_ends_it(llama):
     require_etcd()
     options = ServeOptions(

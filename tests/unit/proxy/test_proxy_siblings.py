@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from running_proxy import AT_ONCE, ListDirectory
-from scripted_worker import finished
+from scripted_worker import finished, make_record
 
 from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di.errors import ConfigError
@@ -16,7 +16,12 @@ from neuron_di_proxy.metrics_of_all import join_metrics
 from neuron_di_proxy.processes import FurtherProcesses, Meeting, part_of
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.service import Service
-from neuron_di_proxy.siblings import QUESTION_BYTES_MAX, SiblingPlace, Siblings
+from neuron_di_proxy.siblings import (
+    QUESTION_BYTES_MAX,
+    SiblingPlace,
+    Siblings,
+    workers_known_to_others,
+)
 from neuron_di_proxy.tenant import Tenant
 
 TEXT = b"""\
@@ -127,6 +132,15 @@ async def test_how_the_others_are(processes):
     their_service.admission.drain()
     statuses = await ours.statuses()
     assert [status.is_draining for status in statuses] == [True]
+
+
+async def test_one_that_was_started_again_learns_whom_the_others_know(processes, tmp_path):
+    (_, _), (their_service, _) = processes
+    again = SiblingPlace(folder=str(tmp_path), index=2, num_processes=3)
+    assert await workers_known_to_others(again) == []
+    known = [make_record("p", "prefill", 4001), make_record("d", "decode", 4002)]
+    their_service.directory.records += known
+    assert await workers_known_to_others(again) == known
 
 
 async def test_a_process_alone_asks_nobody():

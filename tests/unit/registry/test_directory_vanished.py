@@ -270,3 +270,21 @@ async def test_the_wall_clock_decides_nothing(make_record, monkeypatch):
         await directory.wait_changed(directory.epoch)  # and is dropped
         assert directory.workers() == ()
         assert loop.time() - began_s == pytest.approx(60 + KEEP_S, abs=2)
+
+
+@virtual
+async def test_it_can_begin_with_whom_another_knew(make_record):
+    registry = Told()
+    registry.words = "away"
+    records = [make_record(port) for port in (4001, 4002)]
+    async with Directory(registry) as directory:
+        directory.remember(records)
+        assert directory.workers() == tuple(records)
+        await asyncio.sleep(2 * KEEP_S)  # in which nobody could have said anything
+        assert ids(directory) == [record.worker_id for record in records]
+        registry.words = ""
+        await registry.say(snapshot(records[0]))
+        assert set(directory.vanished()) == {(records[1].worker_id, records[1].incarnation)}
+        directory.remember([make_record(4003)])  # too late: the registry has said who is there
+        await asyncio.sleep(2 * KEEP_S)
+        assert directory.workers() == (records[0],)
