@@ -155,7 +155,8 @@ def _tp(role: str) -> Any:
 def _hang_timeout() -> Any:
     return option(
         "seconds that a step, or a turn of the event loop, of a worker may take, then its process "
-        "says where it hangs and ends; none lets it hang",
+        "says where it hangs and ends; after a fifth of it, its requests go on elsewhere; none "
+        "lets it hang",
         default=300.0,
         at_least=1,
         at_most=86_400,

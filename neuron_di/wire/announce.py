@@ -114,6 +114,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_streams_refused: int = 0  # layers that came while the prefill ran, and were not right
     lanes: list[LaneStatus] = []  # decode: of the peers that it is connected to
     is_leaving: bool = False  # an order to drain or to change its role is prepared
+    is_stuck: bool = False  # what the engine does now has taken so long that it may never end
     has_failed: bool = False  # the engine ended by a bug: this process is about to end
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from neuron_di.backends import available_memory_bytes
-from neuron_di.clock import Deadline, unix_s
+from neuron_di.clock import Deadline, now_s, unix_s
 from neuron_di.config import WorkerOptions
 from neuron_di.core import (
     BlockPool,
@@ -45,6 +45,7 @@ from neuron_di.worker.prompts import PromptReader
 
 _log = get_logger(__name__)
 
+STUCK_PART = 0.2  # of the time after which a process that hangs ends
 _LANDING_SHARE_MAX = 4  # of what memory is left, one of so many parts may be landing memory
 
 
@@ -201,8 +202,15 @@ class Worker:
             num_streams_refused=counters.num_streams_refused,
             lanes=self._lane_statuses(),
             is_leaving=self.leaving is not None and not self.leaving.has_passed(),
+            is_stuck=self._is_stuck(),
             has_failed=self._engine.has_failed,
         )
+
+    def _is_stuck(self) -> bool:
+        since_s, hang_timeout_s = self.busy_since_s, self._options.hang_timeout_s
+        if since_s is None or hang_timeout_s is None:
+            return False
+        return now_s() - since_s >= hang_timeout_s * STUCK_PART
 
     def _lane_statuses(self) -> list[LaneStatus]:
         lanes = self._connector.lanes() if self._connector is not None else []

@@ -1,6 +1,6 @@
 """Which workers live: each says so, or is asked again and again, whatever the directory says.
 
-    new ---------.                 .--> frozen   no good answer for freeze_timeout_s
+    new ---------.                 .--> frozen   no good answer for freeze_timeout_s, or stuck in a step
     up <---------+-- any of them --+
     suspect -----'                 '--> down     refused twice, failed, or another process answers
 
@@ -358,6 +358,9 @@ class Health:
             self._lose(watch, "down", PeerGone(words + status.record.worker_id))
         elif status.has_failed:
             self._lose(watch, "down", PeerGone(f"worker {worker_id} has failed"))
+        elif status.is_stuck:
+            words = f"worker {worker_id} has been busy with one step for too long"
+            self._lose(watch, "frozen", PeerTimeout(words))
         else:
             watch.good_s = now_s()
             watch.status = status

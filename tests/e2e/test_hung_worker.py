@@ -26,7 +26,13 @@ async def answer(session: aiohttp.ClientSession, fleet: Fleet) -> str:
         return text
 
 
+@pytest.mark.parametrize(
+    ("place", "num_prefill", "num_decode"), [("prefilling", 2, 1), ("decoding", 1, 2)]
+)
 async def test_a_worker_whose_step_hangs_is_started_again(
+    place: str,
+    num_prefill: int,
+    num_decode: int,
     llama: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -36,8 +42,8 @@ async def test_a_worker_whose_step_hangs_is_started_again(
     told: asyncio.Queue[str] = asyncio.Queue()
     options = ServeOptions(
         model=str(llama),
-        prefill=1,
-        decode=2,
+        prefill=num_prefill,
+        decode=num_decode,
         port=0,
         hang_timeout_s=HANG_TIMEOUT_S,
         limits=LimitOptions(stall_timeout_s=2.0),
@@ -50,7 +56,7 @@ async def test_a_worker_whose_step_hangs_is_started_again(
     ):
         undisturbed = await answer(session, fleet)
         names = {pid: name for name, pid in fleet.pids().items()}
-        with Hold(tmp_path, "decoding") as hold:
+        with Hold(tmp_path, place) as hold:
             answering = asyncio.create_task(answer(session, fleet))
             await hold.come(DEADLINE_S)
             hold.let_others_pass()

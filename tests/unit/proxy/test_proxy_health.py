@@ -92,6 +92,22 @@ async def test_a_frozen_worker_is_found_within_3_s(phase_s):
 
 
 @virtual
+async def test_a_worker_that_is_stuck_in_a_step_is_frozen_until_it_goes_on():
+    async with one_by_one() as cluster:
+        prefill, lost = cluster.workers["p1"], Losses()
+        with cluster.health.watching(prefill.record, lost):
+            await asyncio.sleep(1.1)
+            prefill.says = {"is_stuck": True}
+            await asyncio.sleep(3.0)
+        assert [kind for kind, _ in lost] == [PeerTimeout]
+        assert states(cluster) == {"p1": "frozen", "d1": "up"}
+        assert "one step for too long" in cluster.health.why_not(prefill.record)
+        prefill.says = {}
+        await asyncio.sleep(1.0)
+        assert states(cluster)["p1"] == "up"
+
+
+@virtual
 async def test_a_short_freeze_is_no_matter():
     async with one_by_one() as cluster:
         decode, lost = cluster.workers["d1"], Losses()

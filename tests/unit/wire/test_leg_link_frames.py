@@ -46,6 +46,7 @@ STATUS = WorkerStatus(
     num_running=1,
     num_transferring=2,
     num_steps=1 << 40,
+    is_stuck=True,
     has_failed=True,
 )
 MESSAGES = [OpenLeg(7, "decode", b"\0{}\xff"), CloseLeg(1 << 40), ProxyAlive()]
