@@ -39,6 +39,7 @@ from neuron_di_proxy.body_refusal import body_bytes_max, body_late, body_too_lar
 from neuron_di_proxy.choice_request import BYTES_PER_TOKEN, HOT_PATHS, Endpoint
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.keys import authorize
+from neuron_di_proxy.known_models import ModelNotFound
 from neuron_di_proxy.metrics import CONTENT_TYPE
 from neuron_di_proxy.openapi import openapi_document
 from neuron_di_proxy.quart_reply import QuartReply
@@ -46,7 +47,6 @@ from neuron_di_proxy.refusal import Refusal, refusal_of
 from neuron_di_proxy.request_head import check_headers
 from neuron_di_proxy.request_id import fresh_id
 from neuron_di_proxy.response_pieces import pieces_of
-from neuron_di_proxy.route import ModelNotFound
 from neuron_di_proxy.service import Exchange, Service, client_id_of
 from neuron_di_proxy.siblings import Siblings
 from neuron_di_proxy.status import HealthAnswer, report_health, report_proxy, report_status

@@ -1,6 +1,6 @@
 """Which workers live: each says so, or is asked again and again, whatever the directory says.
 
-    new ---------.                 .--> frozen   no good answer for freeze_timeout_s, or stuck in a step
+    new ---------.                 .--> frozen   no good answer for freeze_timeout_s, or stuck
     up <---------+-- any of them --+
     suspect -----'                 '--> down     refused twice, failed, or another process answers
 

@@ -1,10 +1,11 @@
 """What the workers say of a model, as far as it decides which requests can be served."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from neuron_di.wire import ToolFormat, WorkerRecord
-from neuron_di_proxy.route import Directory, ModelNotFound
+from neuron_di_proxy.known_models import KnownModels
+from neuron_di_proxy.route import Directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,36 +18,42 @@ class ModelTraits:
     context_tokens: int | None = None  # of the worker that holds the most
 
 
+FORMER_MAX = 64
+_UNKNOWN = ModelTraits()
+
+
 class TraitsBook:
     """The traits of all models of a directory, found again when its snapshot is another one."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, models: KnownModels | None = None) -> None:
         self._directory = directory
+        self._models = models or KnownModels()
         self._known: tuple[WorkerRecord, ...] = ()
         self._traits: dict[str, ModelTraits] = {}  # of models that workers have: not many
+        self._former: dict[str, ModelTraits] = {}  # of those that they had before
 
     def of(self, model: str) -> ModelTraits:
-        """As `traits_of`."""
+        """The traits of `model`. While none of its workers is known: what they were, else the
+        defaults, for some may come soon.
+
+        Raises ModelNotFound when workers are known, but none that has, or had lately, the model.
+        """
         known = self._directory.workers()
         if known is not self._known:
+            former = list((self._former | self._traits).items())
+            self._former = dict(former[-FORMER_MAX:])
             self._known, self._traits = known, {}
         found = self._traits.get(model)
         if found is None:
-            found = traits_of(self._directory, model)
-            if known:
-                self._traits[model] = found
+            self._models.require(model, known)
+            records = [record for record in known if record.model == model]
+            if not records:
+                return self._former.get(model, _UNKNOWN)
+            found = self._traits[model] = _traits_of(records)
         return found
 
 
-def traits_of(directory: Directory, model: str) -> ModelTraits:
-    """The traits of `model`; the defaults while no worker is known, for some may come soon.
-
-    Raises ModelNotFound when workers are known and none has the model.
-    """
-    known = directory.workers()
-    records = [record for record in known if record.model == model]
-    if known and not records:
-        raise ModelNotFound(f"the model {model!r} does not exist", param="model")
+def _traits_of(records: Sequence[WorkerRecord]) -> ModelTraits:
     return ModelTraits(
         tool_format=next((r.tool_format for r in records if r.tool_format is not None), None),
         reasoning=next((r.reasoning for r in records if r.reasoning is not None), None),

@@ -24,9 +24,10 @@ from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.emit import Emit, MakeLane, no_lane
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
+from neuron_di_proxy.known_models import ModelNotFound
 from neuron_di_proxy.launch import Launcher
 from neuron_di_proxy.receipts import RequestRecord
-from neuron_di_proxy.route import ModelNotFound, Route, Router
+from neuron_di_proxy.route import Route, Router
 from neuron_di_proxy.workers import Process, Workers, process_of
 
 BACKOFF_S = 0.05

@@ -15,10 +15,11 @@ from typing import Protocol
 
 import msgspec
 
-from neuron_di.errors import CapacityError, ClientError
+from neuron_di.errors import CapacityError
 from neuron_di.types import Role
 from neuron_di.wire import WorkerRecord
 from neuron_di_proxy.choice_request import ChoiceRequest
+from neuron_di_proxy.known_models import KnownModels
 from neuron_di_proxy.policy import LoadOf, Policy, round_robin
 from neuron_di_proxy.workers import Process, process_of
 
@@ -51,13 +52,6 @@ class PairFitness(Protocol):
     def refuse(self, prefill: WorkerRecord, decode: WorkerRecord, reason: str) -> None:
         """One of them will not work with the other."""
         ...
-
-
-class ModelNotFound(ClientError):
-    """Raised when no worker has the model that a request names."""
-
-    http_status = 404
-    code = "model_not_found"
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -128,6 +122,7 @@ class Router:
         fitness: Fitness,
         pairs: PairFitness | None = None,
         *,
+        models: KnownModels | None = None,
         policy: Policy = round_robin,
         load_of: LoadOf = _no_load,
         rng: random.Random | None = None,
@@ -135,6 +130,7 @@ class Router:
         self._directory = directory
         self._fitness = fitness
         self._pairs = pairs
+        self._models = models or KnownModels()
         self._policy = policy
         self._load_of = load_of
         self._rng = rng or random.Random()  # noqa: S311 - spreads requests, keeps no secret
@@ -207,8 +203,7 @@ class Router:
                 self._note_turn(pair.prefill, ready.prefills)
                 self._note_turn(pair.decode, ready.decodes(pair.prefill))
                 return pair
-        if known and all(record.model != model for record in known):
-            raise ModelNotFound(f"the model {model!r} does not exist", param="model")
+        self._models.require(model, known)
         missing = self._what_is_missing(known, model)
         if not missing:
             missing = f"no worker has the weights, and the context, of model {model!r} any more"
@@ -224,8 +219,7 @@ class Router:
         usable = [r for r in usable if process_of(r) not in avoid]
         if usable:
             return usable[next(self._turns) % len(usable)]
-        if known and all(record.model != model for record in known):
-            raise ModelNotFound(f"the model {model!r} does not exist", param="model")
+        self._models.require(model, known)
         raise CapacityError(f"no worker of model {model!r} can be asked now")
 
     def why_unserved(self) -> str | None:
@@ -242,6 +236,7 @@ class Router:
 
     def _sort(self, known: tuple[WorkerRecord, ...]) -> None:
         """Take over a snapshot. Who is gone loses its turn."""
+        self._models.look(known)
         turns = {process_of(each): self._last_turn.get(process_of(each), 0) for each in known}
         self._known, self._last_turn, self._ready = known, turns, {}
         for record in sorted(known, key=lambda r: (turns[process_of(r)], r.worker_id)):

@@ -33,6 +33,7 @@ from neuron_di_proxy.directory import CandidDirectory
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.health import Health, HealthReport
 from neuron_di_proxy.keys import Keys, Tenant
+from neuron_di_proxy.known_models import KnownModels
 from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.model_traits import ModelTraits, TraitsBook
 from neuron_di_proxy.openai_response import answer_to
@@ -76,10 +77,12 @@ class Service:
         self.health = Health(self.client, directory, limits)
         self.pairs = PairBook()
         self.admin = Admin(directory, self.client, self.health, self.pairs, lease_s=config.lease_s)
+        models = KnownModels()
         self.router = Router(
             directory,
             self.health,
             self.pairs,
+            models=models,
             policy=POLICIES[config.routing.routing],
             load_of=self.health.load_of,
             rng=rng,
@@ -93,7 +96,7 @@ class Service:
         self.receipts = ReceiptStore()
         self.tracing = Tracing(config.front.otlp_endpoint, self.metrics.count_traces)
         self._self_test = SelfTest(self.client, directory, self.health, limits, self.pairs, rng)
-        self._traits = TraitsBook(directory)
+        self._traits = TraitsBook(directory, models)
         self.reader = RequestReader(limits.choices_max, self.traits)
 
     async def __aenter__(self) -> Self:

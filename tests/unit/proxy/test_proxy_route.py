@@ -1,8 +1,11 @@
 import pytest
 from scripted_worker import make_record
 
+from neuron_di.clock import now_s
 from neuron_di.errors import CapacityError
-from neuron_di_proxy.route import ModelNotFound, Pair, Router, Whole
+from neuron_di_proxy import known_models
+from neuron_di_proxy.known_models import ModelNotFound
+from neuron_di_proxy.route import Pair, Router, Whole
 from neuron_di_proxy.workers import process_of
 
 
@@ -133,6 +136,22 @@ def test_what_is_missing_is_said(records, text):
 
 def test_a_model_that_no_worker_has_does_not_exist():
     router = router_over(make_record("p1", "prefill"), make_record("d1", "decode"))
+    with pytest.raises(ModelNotFound):
+        router.pick("large")
+
+
+def test_a_model_whose_last_workers_went_a_while_ago_exists(monkeypatch):
+    left = make_record("b1", "both")
+    directory = FixedDirectory(left, make_record("b2", "both", model="large"))
+    router = Router(directory, Unfit())
+    assert router.pick("large").worker.worker_id == "b2"
+    directory.records = (left,)
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="no prefill and no decode worker is ready"):
+            router.pick("large")
+    with pytest.raises(CapacityError):
+        router.any_worker("large")
+    monkeypatch.setattr(known_models, "now_s", lambda: now_s() + known_models.MISSED_S)
     with pytest.raises(ModelNotFound):
         router.pick("large")
 

@@ -21,7 +21,8 @@ from neuron_di.worker.leg_report import failed
 from neuron_di.worker.prompts import PromptReader
 from neuron_di.worker.tokenize_api import add_tokenize_routes
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.route import ModelNotFound, Router
+from neuron_di_proxy.known_models import ModelNotFound
+from neuron_di_proxy.route import Router
 from neuron_di_proxy.tokenize import forward_tokenize
 from neuron_di_proxy.worker_client import WorkerClient
 
