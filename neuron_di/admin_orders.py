@@ -14,6 +14,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
     Unauthorized,
 )
+from neuron_di.proxy_answers import not_let_in
 from neuron_di.proxy_call import call_proxy, no_answer
 from neuron_di_proxy.admin_order import AdminLine
 
@@ -46,7 +47,7 @@ def give_order(
                 is_over = line.phase in ("done", "failed")
     except urllib.error.HTTPError as error:
         with error:
-            raise _refusal(url, error) from None
+            raise _refusal(url, error, key) from None
     except msgspec.DecodeError as error:
         raise RemoteProtocolError(f"{url} is not a neuron-di proxy: {error}") from None
     except (OSError, http.client.HTTPException) as error:
@@ -55,14 +56,14 @@ def give_order(
         raise PeerGone(f"{url} broke its answer off: ask `neuron-di status` what became of it")
 
 
-def _refusal(url: str, error: urllib.error.HTTPError) -> NeuronDiError:
+def _refusal(url: str, error: urllib.error.HTTPError, key: str | None) -> NeuronDiError:
     try:
         document = msgspec.json.decode(error.read(65536))
         message, code = str(document["error"]["message"]), document["error"].get("code")
     except (msgspec.DecodeError, OSError, KeyError, TypeError, AttributeError):
         message, code = f"status {error.code}", None
     if error.code == Unauthorized.http_status:
-        return Unauthorized(f"{url} wants an API key: set KEY_NEURON_DI, or give --key")
+        return not_let_in(url, key)
     if code == Forbidden.code:
         return Forbidden(f"{url} wants an operator's API key for this")
     if 400 <= error.code < 500:

@@ -37,9 +37,7 @@ def ask(url: str, path: str, key: str | None) -> bytes:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == Unauthorized.http_status:
-            raise Unauthorized(
-                f"{url} wants an API key: set KEY_NEURON_DI, or give --key"
-            ) from None
+            raise not_let_in(url, key) from None
         if error.code == Forbidden.http_status:
             raise Forbidden(f"{url} wants an operator's API key for this") from None
         hint = (
@@ -49,6 +47,13 @@ def ask(url: str, path: str, key: str | None) -> bytes:
     except (OSError, http.client.HTTPException) as error:
         raise no_answer(url, error) from None
     return bytes(body)
+
+
+def not_let_in(url: str, key: str | None) -> Unauthorized:
+    """What to say of a proxy's 401."""
+    if key is None:
+        return Unauthorized(f"{url} wants an API key: set KEY_NEURON_DI, or give --key")
+    return Unauthorized(f"{url} does not accept this API key: it is unknown, revoked or expired")
 
 
 def ask_status(url: str, key: str | None) -> tuple[StatusReport, bytes]:

@@ -45,7 +45,7 @@ def _print_table(url: str, report: StatusReport) -> None:
     if report.workers:
         console.print(_table(report.workers, is_wide=console.width >= WIDE_CHARS))
     else:
-        console.print("no worker has announced itself")
+        console.print("no worker is known")
     for words in lanes(report):
         console.print(words)
     for words in notes(report):

@@ -170,7 +170,7 @@ def _times(before: Buckets, after: Buckets) -> str:
 def _workers(before: Look, last: Look, num_chars: int) -> Iterator[RenderableType]:
     workers = last.status.workers
     if not workers:
-        yield Text("no worker has announced itself")
+        yield Text("no worker is known")
     else:
         yield _table(before, last, num_chars)
     troubles = list(notes_of_workers(last.status))

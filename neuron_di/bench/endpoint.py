@@ -79,7 +79,7 @@ async def find_endpoint(settings: Settings, place: int, key: str | None) -> Endp
     """Ask the endpoint at `settings.urls[place]`. ConfigError when it cannot be measured."""
     client = HttpClient(settings.urls[place], key)
     try:
-        probe = _Probe(settings, settings.urls[place], client)
+        probe = _Probe(settings, settings.urls[place], client, has_key=key is not None)
         return await probe.find(settings.names[place])
     except BaseException:
         await client.close()
@@ -89,8 +89,9 @@ async def find_endpoint(settings: Settings, place: int, key: str | None) -> Endp
 class _Probe:
     """Finds out about one endpoint, step by step."""
 
-    def __init__(self, settings: Settings, url: str, client: HttpClient) -> None:
+    def __init__(self, settings: Settings, url: str, client: HttpClient, *, has_key: bool) -> None:
         self._settings = settings
+        self._has_key = has_key
         self._url = url
         self._client = client
         self._path = PATHS[settings.api]
@@ -225,6 +226,8 @@ class _Probe:
         if heard.end in ("connection", "timeout"):
             raise ConfigError(f"{self._url} cannot be reached: {heard.why}")
         if heard.status in (401, 403):
+            if self._has_key:
+                raise ConfigError(f"{self._url} does not accept the key in KEY_NEURON_DI")
             raise ConfigError(f"{self._url} wants an API key, in the variable KEY_NEURON_DI")
         return heard
 

@@ -325,6 +325,15 @@ class ServeOptions:
                 "--decode-tp go without it",
                 param="combined",
             )
+        if self.prefill > 1:
+            for name in ("transfer_port", "nrt_control_port"):
+                if getattr(self.kv_transfer, name):
+                    flag = "--" + name.replace("_", "-")
+                    raise ConfigError(
+                        f"{flag} is one port, and each of {self.prefill} prefill workers listens "
+                        "on one of its own: go without it, or start them by `neuron-di worker`",
+                        param=name,
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,11 +229,12 @@ class LaneSet:
                 continue
             try:
                 engine.accept(peer, offer.read(), layout)
-            except PeerError as error:
+            except NeuronDiError as error:
                 failure = error
                 reason = error.message[:REASON_CHARS_MAX]
                 with self._lock:
-                    self._log.info("lane_not_accepted", lane=engine.name, reason=reason)
+                    tell = self._log.info if isinstance(error, PeerError) else self._log.warning
+                    tell("lane_not_accepted", lane=engine.name, reason=reason)
             except Exception as bug:  # of one engine: the others may do
                 failure = bug
                 with self._lock:

@@ -227,17 +227,24 @@ class LayerReceiver:
 
     def _on_done(self, stream: _Stream, message: LayerReady, token: TransferToken) -> None:
         """On the thread that ended it."""
-        if token.error() is None:
-            self._receiver.lane.fence()
-        self._loop.call_soon_threadsafe(self._on_landed, stream, message, token)
+        is_here = token.error() is None
+        if is_here:
+            try:
+                self._receiver.lane.fence()
+            except Exception:
+                _log.exception("fence_failed", request=message.request_id)
+                is_here = False
+        self._loop.call_soon_threadsafe(self._on_landed, stream, message, token, is_here)
 
-    def _on_landed(self, stream: _Stream, message: LayerReady, token: TransferToken) -> None:
+    def _on_landed(
+        self, stream: _Stream, message: LayerReady, token: TransferToken, is_here: bool
+    ) -> None:
         """Nothing writes to this piece any more."""
         receive = stream.open.pop(message.piece)
         self._num_open -= 1
         self._counters.kv_bytes_in_flight -= receive.runs.num_bytes
         key = (message.request_id, message.attempt)
-        if token.error() is not None:
+        if not is_here:
             self._fail(key, stream)
         else:
             blocks = slice(message.first_block, message.first_block + len(message.block_ids))

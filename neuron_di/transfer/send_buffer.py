@@ -57,7 +57,7 @@ from neuron_di.wire.handoff import SenderAction, SenderEvent, SenderState, sende
 from neuron_di.wire.signal import REASON_CHARS_MAX
 
 _log = get_logger(__name__)
-_refusals = LimitedLogger(__name__)
+_limited = LimitedLogger(__name__)
 
 SWEEP_INTERVAL_S = 1.0
 
@@ -171,7 +171,7 @@ class SendBuffer:
             self._on_message(identity, from_decode_decoder.decode(frames[1]))
         except PeerError as error:
             self._counters.num_signals_refused += 1
-            _refusals.warning("signal_refused", fault="peer", reason=error.message)
+            _limited.warning("signal_refused", fault="peer", reason=error.message)
             self._send(identity, Malformed(reason=error.message[:REASON_CHARS_MAX]))
 
     def _on_message(self, identity: Identity, message: object) -> None:
@@ -240,7 +240,7 @@ class SendBuffer:
         try:
             threads, accept = self._lanes.threads, self._sender.accept
             peer.layout, answer = await self._loop.run_in_executor(threads, accept, peer, message)
-        except PeerError as error:
+        except NeuronDiError as error:  # its own words; the log has those of each engine
             self._send(identity, Refused(reason=error.message[:REASON_CHARS_MAX]))
         except Exception:  # ours; the peer must not wait for its deadline to learn of it
             _log.exception("accept_failed", peer=peer.worker_id)
@@ -328,7 +328,7 @@ class SendBuffer:
             case _ACTION.QUARANTINE:
                 assert cause.error is not None, "whatever ends a hand-over says why"
                 entry.quarantine = TransferToken()
-                _log.warning("kv_quarantined", request=key[0], reason=cause.reason)
+                _limited.info("kv_quarantined", request=key[0], reason=cause.reason)
                 # Nobody was told where the blocks are: nobody reads them.
                 is_read = entry.reader is not None
                 entry.lease = entry.lease if is_read else Deadline.after(0.0)

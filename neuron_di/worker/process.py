@@ -121,6 +121,7 @@ def _given_ports(options: WorkerOptions) -> list[tuple[str, int]]:
     ports = [(options.host, options.port)]
     if options.role == "prefill":
         transfer = options.kv_transfer
+        ports.append((options.host, options.signal_port))
         ports.append((transfer.transfer_host or options.host, transfer.transfer_port))
         ports.append((options.host, transfer.nrt_control_port))
     return [(host, port) for host, port in ports if port]
@@ -209,5 +210,9 @@ class _Process:
     def tell_ready(self, worker: Worker) -> None:
         worker_id, role, url = worker.worker_id, worker.record().role, worker.record().url()
         _log.info("ready", worker=worker_id, role=role, url=url)
+        if self._registry is None:
+            hint = "nobody hears of this worker: give its URL to a proxy (--prefill-urls, "
+            hint += "--decode-urls), or give it --registry or --etcd"
+            _log.info("not_announced", url=url, hint=hint)
         if self._options.parent_pid is not None:
             say(LaunchReport(event="ready", url=url, worker_id=worker_id, role=role))

@@ -31,6 +31,7 @@ from neuron_di_proxy.route import Route, Router
 from neuron_di_proxy.workers import Process, Workers, process_of
 
 BACKOFF_S = 0.05
+BACKOFF_S_MAX = 1.0
 BACKOFF_GROWTH = 1.5
 BACKOFF_JITTER = 0.2
 ROUTE_POLL_S = 0.1  # a directory does not tell of its changes
@@ -271,6 +272,6 @@ class RequestRunner:
         return len(further) < num_max + num_free
 
     async def _back_off(self, record: RequestRecord, deadline: Deadline) -> None:
-        wait_s = BACKOFF_S * BACKOFF_GROWTH ** (len(record.attempts) - 1)
+        wait_s = min(BACKOFF_S_MAX, BACKOFF_S * BACKOFF_GROWTH ** (len(record.attempts) - 1))
         wait_s *= 1 + BACKOFF_JITTER * self._rng.uniform(-1, 1)
         await asyncio.sleep(min(wait_s, deadline.remaining_s()))

@@ -1,6 +1,7 @@
 """Workers that do not announce themselves: their addresses are given, their records asked for."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from typing import Self
 from urllib.parse import urlsplit
@@ -33,6 +34,7 @@ class StaticDirectory:
         self._client = StatusClient()
         self._workers: dict[str, WorkerRecord] = {}
         self._view: tuple[WorkerRecord, ...] = ()
+        self._silent: dict[str, str] = {}  # why each has not answered
         self._words: dict[str, WorkerRecord] = {}  # the last one of each, as it was said
         self._last_word: LastWord = lambda _: None
         self._has_silent = asyncio.Event()  # among the workers: ask them
@@ -64,11 +66,14 @@ class StaticDirectory:
         return self._asking.trouble()
 
     def refused(self) -> Sequence[RefusedRecord]:
-        """Nobody: the operator named them."""
-        return ()
+        """Whom the operator named, and who did not answer the last question."""
+        return [
+            RefusedRecord(url, "", f"it cannot be reached: {reason}")
+            for url, reason in self._silent.items()
+        ]
 
     def num_ignored_by_fault(self) -> Mapping[str, int]:
-        """Nothing, for the same reason."""
+        """Nothing: there are no keys."""
         return {}
 
     async def _ask_all(self) -> None:
@@ -109,11 +114,18 @@ class StaticDirectory:
                 raise RemoteProtocolError(f"HTTP status {answer.http_status}")
             record = status_decoder.decode(answer.body).record
         except (OSError, UnicodeError, RemoteProtocolError) as error:
-            if url in self._workers:
-                self._note(url, None)
-                _log.warning("worker_lost", url=url, reason=type(error).__name__)
+            self._miss(url, _words(error))
         else:
+            self._silent.pop(url, None)
             self._keep(url, record, host, port)
+
+    def _miss(self, url: str, reason: str) -> None:
+        if url in self._workers:
+            self._note(url, None)
+            _log.warning("worker_lost", url=url, reason=reason)
+        elif reason != self._silent.get(url):
+            _log.warning("worker_unreachable", url=url, reason=reason)
+        self._silent[url] = reason
 
     def _keep(self, url: str, record: WorkerRecord, host: str, port: int) -> None:
         record = structs.replace(record, host=host, api_port=port)
@@ -126,3 +138,15 @@ class StaticDirectory:
         else:
             self._workers[url] = record
         self._view = tuple(self._workers[each] for each in self._urls if each in self._workers)
+
+
+def _words(error: Exception) -> str:
+    match error:
+        case TimeoutError():
+            return f"no answer in {ASK_TIMEOUT_S:g} s"
+        case OSError(errno=int(number)) if number > 0:  # asyncio says the address instead
+            return os.strerror(number)
+        case OSError():
+            return error.strerror or type(error).__name__
+        case _:
+            return str(error)

@@ -71,6 +71,7 @@ async def test_serve_with_tls_and_keys(llama: Path, tmp_path: Path) -> None:
         assert shown.code == 0
         for flags, environ, words in (
             ([], trusting, "wants an API key: set KEY_NEURON_DI, or give --key"),
+            (["--key", "ndi-wrong"], trusting, "does not accept this API key"),
             (["--key", alice], trusting, "wants an operator's API key"),
             (["--key", operator], {"SSL_CERT_FILE": ""}, "SSL_CERT_FILE"),
         ):

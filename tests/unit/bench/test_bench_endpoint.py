@@ -89,6 +89,8 @@ async def test_a_key_is_sent_and_asked_for():
     async with endpoint(locked) as url:
         with pytest.raises(ConfigError, match="KEY_NEURON_DI"):
             await find(url)
+        with pytest.raises(ConfigError, match="does not accept the key"):
+            await find(url, key="another")
         found = await find(url, key="secret")
         await found.client.close()
 

@@ -83,6 +83,13 @@ def test_a_combined_worker_and_how_many_of_each_contradict_each_other(flag):
         load(ServeOptions, ["m", "--combined", flag])
 
 
+@pytest.mark.parametrize("flag", ["--transfer-port", "--nrt-control-port"])
+def test_several_prefill_workers_cannot_have_one_port(flag):
+    assert load(ServeOptions, ["m", f"{flag}=9000", "--decode=2"]).kv_transfer is not None
+    with pytest.raises(ConfigError, match=f"{flag} is one port, and each of 2 prefill workers"):
+        load(ServeOptions, ["m", f"{flag}=9000", "--prefill=2"])
+
+
 def test_bools_and_lists_in_each_source(write):
     assert load(ServeOptions, ["m", "--combined"]).combined
     assert load(ServeOptions, ["m"], {"NEURON_DI_COMBINED": "yes"}).combined

@@ -19,13 +19,15 @@ from virtual_cluster import (
     virtual,
 )
 
-from neuron_di.clock import now_s
+from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import (
     CapacityError,
     PeerGone,
     PeerTimeout,
     RemoteProtocolError,
 )
+from neuron_di.types import RequestId
+from neuron_di_proxy.receipts import RequestRecord
 
 GONE = PeerGone("the connection ended")
 
@@ -105,6 +107,15 @@ async def test_the_back_off_grows_and_the_same_seed_gives_the_same_times():
     assert first != pytest.approx(other)
     for number, wait_s in enumerate(first):
         assert wait_s == pytest.approx(0.05 * 1.5**number, rel=0.2)
+
+
+@virtual
+async def test_the_back_off_ends_to_grow():
+    async with VirtualCluster() as cluster:
+        begun_s = now_s()
+        record = RequestRecord(request_id=RequestId("r"), model="tiny", attempts=[None] * 20)
+        await cluster.runner._back_off(record, Deadline.after(100.0))
+        assert now_s() - begun_s == pytest.approx(1.0, rel=0.2)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -83,3 +83,14 @@ async def test_who_restarts_has_a_fresh_record(worker, directory):
     worker.restart()
     life = worker.record.incarnation
     await until_so(lambda: directory.workers()[0].incarnation == life)
+
+
+async def test_an_address_where_nobody_is_is_named_with_the_reason(stack, worker, caplog):
+    nobody = "http://127.0.0.1:1"
+    directory = await stack.enter_async_context(StaticDirectory((nobody, worker.record.url())))
+    await until_so(directory.workers)
+    await until_so(directory.refused)
+    assert directory.refused() == [(nobody, "", "it cannot be reached: Connection refused")]
+    assert [record.worker_id for record in directory.workers()] == ["d1"]
+    await rounds(directory, 20)
+    assert [r.message for r in caplog.records].count("worker_unreachable") == 1

@@ -186,7 +186,7 @@ def test_rates_are_of_the_last_seconds_only(proxy, clock):
 def test_no_workers_yet(proxy):
     view = View(proxy.url, None)
     view.look()
-    assert lines_of(view)[-1] == "no worker has announced itself"
+    assert lines_of(view)[-1] == "no worker is known"
 
 
 def test_a_proxy_that_goes_and_comes_back(proxy):
@@ -202,7 +202,7 @@ def test_a_proxy_that_goes_and_comes_back(proxy):
     proxy.status = report()
     proxy.start()
     view.look_if_there()
-    assert lines_of(view)[-1] == "no worker has announced itself"
+    assert lines_of(view)[-1] == "no worker is known"
 
 
 def test_what_a_worker_says_cannot_command_the_terminal(proxy):
@@ -219,10 +219,10 @@ def test_the_key_is_given_and_a_wrong_one_ends_it(proxy, clock, capsys, monkeypa
     proxy.key = "ndi-right"
     monkeypatch.setenv("COLUMNS", "80")
     assert show_top(proxy.url, key="ndi-right", once=True) == 0
-    assert "no worker has announced itself" in capsys.readouterr().out
+    assert "no worker is known" in capsys.readouterr().out
     assert show_status(proxy.url, key="ndi-right", as_json=False) == 0
-    for key in (None, "ndi-wrong"):
-        with pytest.raises(Unauthorized, match="give --key"):
+    for key, words in ((None, "give --key"), ("ndi-wrong", "does not accept")):
+        with pytest.raises(Unauthorized, match=words):
             show_top(proxy.url, key=key, once=True)
         with pytest.raises(Unauthorized, match="give --key"):
             show_status(proxy.url, key=key, as_json=False)

@@ -126,3 +126,17 @@ async def test_layers_that_do_not_match_are_no_damage_to_the_memory(cluster, is_
     assert isinstance(token.error(), KvMissing) if is_cancelled else token.error() is None
     counters = scene.decode.counters
     assert (counters.num_streams_refused, counters.num_kv_mismatched) == (1, 0)
+
+
+async def test_a_piece_whose_fence_fails_is_not_open_for_ever(cluster, caplog):
+    class NoFence(ShmEngine):
+        def fence(self, peer):
+            raise OSError("the device is gone")
+
+    scene = Scene(cluster, NoFence, own_layout=replace(WIDE, block_size=8))
+    asking = await scene.look_up()
+    await scene.compute_all()
+    scene.park()
+    await asking
+    await until(lambda: "fence_failed" in caplog.text)
+    await until(lambda: scene.decode.connector.counters.kv_bytes_in_flight == 0)

@@ -11,7 +11,7 @@ from odd_engines import HeldEngine
 from transfer_kit import LAYOUT, QUICK, WAIT_S, BareDecode, R, end_of, kv_map_init, until
 
 from neuron_di.clock import Deadline
-from neuron_di.errors import KvMissing, PeerGone, PeerTimeout
+from neuron_di.errors import ConfigError, KvMissing, PeerGone, PeerTimeout
 from neuron_di.transfer import ShmEngine
 from neuron_di.transfer.lanes import THREADS_MAX
 from neuron_di.types import BlockId, RequestId
@@ -359,17 +359,21 @@ async def test_a_transfers_time_counts_what_was_posted_before_it(cluster):
     await until(lambda: decode.connector.counters.kv_bytes_in_flight == 0)
 
 
-async def test_a_transfer_engine_that_fails_to_accept_is_told_at_once(cluster):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(ValueError("a bug"), "the transfer engine failed to connect"), (ConfigError("why"), "why")],
+)
+async def test_a_transfer_engine_that_fails_to_accept_is_told_at_once(cluster, error, words):
     prefill = cluster.prefill(make_transfer=HeldEngine)
 
     def fail(peer, region, layout):
-        raise ValueError("a bug")
+        raise error
 
     prefill.transfer.accept = fail
     with BareDecode(prefill) as peer:
         await peer.shake_hands()
         answer = await peer.ask(kv_map_init(prefill.pool.region()))
-    assert answer == Refused(reason="the transfer engine failed to connect")
+    assert answer == Refused(reason=words)
     await until(lambda: not prefill.buffer._accepting)  # the answer leaves before the task ends
 
 

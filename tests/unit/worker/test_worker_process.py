@@ -40,6 +40,14 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(tmp_path):
             run_worker(options)
 
 
+def test_a_taken_signal_port_is_said_before_the_model_is_loaded(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        none = str(tmp_path / "none")
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*in use.*another"):
+            run_worker(WorkerOptions(model=none, role="prefill", signal_port=port))
+
+
 @pytest.mark.parametrize("field", ["transfer_port", "nrt_control_port"])
 def test_a_port_that_is_needed_later_is_tried_at_the_start(tmp_path, field):
     with socket.create_server(("127.0.0.1", 0)) as taken:
