@@ -224,7 +224,7 @@ def test_the_key_is_given_and_a_wrong_one_ends_it(proxy, clock, capsys, monkeypa
     for key, words in ((None, "give --key"), ("ndi-wrong", "does not accept")):
         with pytest.raises(Unauthorized, match=words):
             show_top(proxy.url, key=key, once=True)
-        with pytest.raises(Unauthorized, match="give --key"):
+        with pytest.raises(Unauthorized, match=words):
             show_status(proxy.url, key=key, as_json=False)
         with pytest.raises(Unauthorized):
             View(proxy.url, key).look_if_there()
