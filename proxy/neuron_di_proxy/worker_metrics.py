@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from neuron_di.wire import LANES_MAX, WorkerStatus
@@ -10,17 +10,20 @@ from neuron_di_proxy.health import HealthReport
 from neuron_di_proxy.model_metrics import MODEL_LABEL
 from neuron_di_proxy.self_test import PairResult
 
-# By its status' fields. What is counted counts since that process started.
-_OF_WORKERS = {
+# By its status' fields.
+_GAUGES = {
     "num_running": ("running", "requests that it computes"),
     "num_waiting": ("waiting", "requests that it has not begun"),
     "num_transferring": ("transferring", "requests whose KV is parked here, or being received"),
     "num_blocks": ("blocks", "blocks of KV that it has"),
     "num_blocks_free": ("blocks_free", "blocks of KV that are free"),
     "num_blocks_quarantined": ("blocks_quarantined", "blocks that a transfer may still touch"),
-    "kv_bytes_received": ("kv_bytes_received", "bytes of KV that it received"),
     "landing_bytes": ("landing_bytes", "bytes of memory for KV of another layout"),
     "landing_bytes_asked": ("landing_bytes_asked", "bytes of that that are taken or waited for"),
+}
+# Since its process started, or took its role.
+_COUNTERS = {
+    "kv_bytes_received": ("kv_bytes_received", "bytes of KV that it received"),
     "num_kv_mismatched": ("kv_mismatched", "received KV that was not what was promised"),
     "num_leases_ended": ("leases_ended", "KV that nobody pulled in time"),
     "num_signals_refused": ("signals_refused", "messages of peers that were refused"),
@@ -90,12 +93,13 @@ def _kv_usages(reports: list[HealthReport]) -> Metric:
 
 def _own_counts(reports: list[HealthReport]) -> Iterator[Metric]:
     statuses = {each.record.worker_id: each.status for each in reports}
-    for field, (name, words) in _OF_WORKERS.items():
-        gauge = GaugeMetricFamily(f"neuron_di_worker_{name}", words, labels=("worker",))
-        for worker_id, status in statuses.items():
-            if status is not None:
-                gauge.add_metric((worker_id,), getattr(status, field))
-        yield gauge
+    for of_kind, make in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
+        for field, (name, words) in of_kind.items():
+            family = make(f"neuron_di_worker_{name}", words, labels=("worker",))
+            for worker_id, status in statuses.items():
+                if status is not None:
+                    family.add_metric((worker_id,), getattr(status, field))
+            yield family
 
 
 def _lanes(reports: list[HealthReport]) -> Metric:

@@ -79,7 +79,7 @@ def test_the_dashboard_asks_for_what_there_is(families, board):
         "vllm:kv_cache_usage_perc",
         "neuron_di_transfer_seconds_bucket",
         "neuron_di_transfer_failures_total",
-        "neuron_di_worker_kv_bytes_received",
+        "neuron_di_worker_kv_bytes_received_total",
         "neuron_di_attempts_total",
         "neuron_di_continued_total",
         "neuron_di_requests_total",

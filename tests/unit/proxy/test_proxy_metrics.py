@@ -58,13 +58,14 @@ async def test_what_workers_count_is_shown_of_each(playing):
         "num_stale": 6,
         "num_streams_refused": 7,
     }
-    names = ("blocks_quarantined", "kv_bytes_received", "kv_mismatched", "leases_ended")
-    names += ("signals_refused", "stale", "streams_refused", "blocks_free")
+    names = ("blocks_quarantined", "kv_bytes_received_total", "kv_mismatched_total")
+    names += ("leases_ended_total", "signals_refused_total", "stale_total")
+    names += ("streams_refused_total", "blocks_free")
     values = (2, 8192, 3, 4, 5, 6, 7, 60)
     expected = {
         (f"neuron_di_worker_{name}", "d1"): value for name, value in zip(names, values, strict=True)
     }
-    expected["neuron_di_worker_stale", "p1"] = 0
+    expected["neuron_di_worker_stale_total", "p1"] = 0
 
     async def is_so():
         return expected.items() <= (await samples(playing.proxy)).items()
@@ -95,7 +96,7 @@ async def test_each_lane_is_shown_once_with_its_reason(playing):
 async def test_a_worker_that_never_answered_has_no_counts(playing):
     playing.proxy.directory.records.append(make_record("p9", "prefill", 1))
     seen = await samples(playing.proxy)
-    assert ("neuron_di_worker_stale", "p9") not in seen
+    assert ("neuron_di_worker_stale_total", "p9") not in seen
 
 
 async def test_failures_are_counted_by_their_code(cluster):
