@@ -26,6 +26,7 @@ from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.model_metrics import ModelMetrics, model_families
 from neuron_di_proxy.receipts import Grade, Receipt
 from neuron_di_proxy.self_test import PairResult
+from neuron_di_proxy.tenant_metrics import TenantMetrics
 from neuron_di_proxy.worker_metrics import worker_families
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -80,6 +81,7 @@ class Metrics(Collector):
         self._kv_bytes: Counter[str] = Counter()  # by link
         self._verify_s = 0.0
         self.connections = ConnectionCounts()
+        self.tenants = TenantMetrics()
 
     def of(self, model: str) -> ModelMetrics:
         """What is counted of a model. All that no worker has are one: clients name anything."""
@@ -94,6 +96,7 @@ class Metrics(Collector):
     def count(self, receipt: Receipt, code: str | None) -> None:
         """A choice ended. `code` says why where it failed."""
         ended = receipt.finish_reason
+        self.tenants.count(receipt)
         self._requests[ended, "" if code is None else bounded_code(code)] += 1
         # What was refused is no answer, and took no time.
         if receipt.num_generated or code not in _refusal_codes():
@@ -172,6 +175,7 @@ class Metrics(Collector):
             for key, value in values.items():
                 counter.add_metric(key, value)
             yield counter
+        yield from self.tenants.families()
         for name, words, number in (
             ("inflight", "requests that run now", gauges.num_running()),
             ("waiting", "requests that wait, or whose body is being read", gauges.num_waiting()),

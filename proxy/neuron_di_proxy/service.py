@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from neuron_di.clock import Deadline, now_s
-from neuron_di.errors import BadRequest, NeuronDiError
+from neuron_di.errors import BadRequest, NeuronDiError, RateLimited
 from neuron_di.obs import get_logger
 from neuron_di.types import RequestId
 from neuron_di.wire import Failed
@@ -117,7 +117,11 @@ class Service:
         """
         client_id = client_id_of(headers)
         tenant = self.keys.tenant_of(headers.get("authorization"))
-        ticket = self.admission.arrive(tenant)
+        try:
+            ticket = self.admission.arrive(tenant)
+        except RateLimited:
+            self.metrics.tenants.count_limited(tenant.name)
+            raise
         trace = self.tracing.open(headers.get("traceparent"))
         return Exchange(self, endpoint, tenant, ticket, client_id, trace)
 

@@ -1,0 +1,64 @@
+"""What each tenant took, and was refused, is counted by its name."""
+
+import pytest
+from metric_samples import parse
+from running_proxy import AT_ONCE, ListDirectory
+from scripted_worker import finished
+
+from neuron_di.errors import RateLimited
+from neuron_di.types import RequestId
+from neuron_di_proxy import tenant_metrics
+from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.receipts import RequestRecord
+from neuron_di_proxy.service import Service
+from neuron_di_proxy.tenant import EVERYBODY, Tenant
+
+A = Tenant(name="a", requests_per_minute=1)
+
+
+def receipt_of(tenant):
+    record = RequestRecord(request_id=RequestId("r"), model="tiny", tenant=tenant)
+    record.finished = finished(3)
+    return record.seal("length")
+
+
+@pytest.fixture
+def service():
+    return Service(ProxyConfig(limits=AT_ONCE), ListDirectory([]))
+
+
+def of_tenants(service):
+    seen = parse(service.metrics.text().decode())
+    return {key: value for key, value in seen.items() if key[0].startswith("neuron_di_tenant_")}
+
+
+def test_choices_and_tokens_are_counted(service):
+    receipt = receipt_of("a")
+    for _ in range(2):
+        service.metrics.count(receipt, None)
+    service.metrics.count(receipt_of(EVERYBODY.name), None)
+    assert of_tenants(service) == {
+        ("neuron_di_tenant_choices_total", "a", "length"): 2,
+        ("neuron_di_tenant_tokens_total", "a", "prompt"): 2 * receipt.num_prompt,
+        ("neuron_di_tenant_tokens_total", "a", "generated"): 6,
+    }
+
+
+def test_what_a_limit_refuses_is_counted(service, monkeypatch):
+    monkeypatch.setattr(service.keys, "tenant_of", lambda _: A)
+    service.open("chat", {}).close()
+    for _ in range(3):
+        with pytest.raises(RateLimited):
+            service.open("chat", {})
+    assert of_tenants(service) == {("neuron_di_tenant_limited_total", "a"): 3}
+
+
+def test_tenants_beyond_the_bound_are_one(service, monkeypatch):
+    monkeypatch.setattr(tenant_metrics, "TENANTS_MAX", 2)
+    for name in ("a", "b", "c", "d", "a"):
+        service.metrics.tenants.count_limited(name)
+    assert of_tenants(service) == {
+        ("neuron_di_tenant_limited_total", "a"): 2,
+        ("neuron_di_tenant_limited_total", "b"): 1,
+        ("neuron_di_tenant_limited_total", "other"): 2,
+    }
