@@ -8,13 +8,16 @@
 KV between them, and what keeps a worker or a pair from being used, stands below the table.
 """
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import get_args
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from neuron_di.proxy_answers import ask_status
+from neuron_di.types import Role
 from neuron_di.wire import WorkerStatus
 from neuron_di_proxy.partners import shown_digest
 from neuron_di_proxy.status import ProxyStatus, StatusReport, WorkerReport
@@ -24,6 +27,7 @@ REFUSED_SHOWN_MAX = 8
 PEERS_SHOWN_MAX = 4
 MODEL_CHARS_MAX = 24
 WIDE_CHARS = 96  # of a terminal that has room for a long model's name
+_ROLES: tuple[Role, ...] = get_args(Role)
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
 
@@ -54,7 +58,8 @@ def _print_table(url: str, report: StatusReport) -> None:
 
 def _proxy_words(proxy: ProxyStatus) -> str:
     state = "draining" if proxy.is_draining else "serving"
-    counts = f"{proxy.num_running} requests running, {proxy.num_admitted} since start"
+    requests = "request" if proxy.num_running == 1 else "requests"
+    counts = f"{proxy.num_running} {requests} running, {proxy.num_admitted} since start"
     return f"pid {proxy.pid} {state}, {counts}"
 
 
@@ -69,16 +74,27 @@ def _table(workers: list[WorkerReport], *, is_wide: bool) -> Table:
     table.add_column("layout", no_wrap=True)
     for name in ("load", "KV", "age", "peers"):
         table.add_column(name, justify="right", no_wrap=True)
-    for worker in workers:
-        table.add_row(*_row(worker))
+    names = Counter(worker.record.worker_id for worker in workers)
+    for worker in sorted(workers, key=_place_in_table):
+        is_one_of_several = names[worker.record.worker_id] > 1
+        table.add_row(*_row(worker, with_process=is_one_of_several))
     return table
+
+
+def _place_in_table(worker: WorkerReport) -> tuple[int, str, float]:
+    record = worker.record
+    return _ROLES.index(record.role), record.worker_id, record.started_unix_s
 
 
 def lanes(report: StatusReport) -> Iterator[str]:
     """What moves KV to each decode worker, and why not something else: a line for each kind."""
+    # A worker that changed its role gives no KV any more, and its peers may still be connected.
+    no_source = {each.record.worker_id for each in report.workers if each.record.role == "decode"}
     for worker in report.workers:
         peers: dict[tuple[str, str], list[str]] = {}
         for lane in worker.status.lanes if worker.status is not None else ():
+            if lane.peer in no_source:
+                continue
             peers.setdefault((lane.engine, lane.reason), []).append(lane.peer)
         for (engine, reason), names in peers.items():
             shown = ", ".join(sorted(names)[:PEERS_SHOWN_MAX])
@@ -148,9 +164,10 @@ def _troubles(status: WorkerStatus) -> list[str]:
     return troubles
 
 
-def _row(worker: WorkerReport) -> list[str]:
+def _row(worker: WorkerReport, *, with_process: bool) -> list[str]:
     record, status = worker.record, worker.status
-    names = [printable(record.worker_id), record.role, worker.shown_state()]
+    name = f"{record.worker_id} ({record.incarnation[:6]})" if with_process else record.worker_id
+    names = [printable(name), record.role, worker.shown_state()]
     model = record.model.rpartition("/")[2]  # without whose it is
     layout = printable(shown_digest(record.layout_digest))
     kind = [printable(model), f"{layout} tp={record.num_ranks}" if record.num_ranks > 1 else layout]

@@ -170,8 +170,8 @@ def test_what_keeps_workers_from_being_used_is_said_by_name(answer, capsys, monk
         monkeypatch.setenv("COLUMNS", columns)
         assert show_status(answer[1].decode(), as_json=False) == 0
         lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-        assert lines[1] == "  and pid 100 draining, 1 requests running, 7 since start"
-        assert lines[5].split()[:3] == ["prefill-7", "prefill", "vanished"]
+        assert lines[1] == "  and pid 100 draining, 1 request running, 7 since start"
+        assert lines[4].split()[:3] == ["prefill-7", "prefill", "vanished"]
         assert [line for line in lines[6:] if "since its start" not in line] == [
             "2 workers have the name p: at a, b",
             "decode-1 gets no requests: KV layout 12ab… differs from p's",
@@ -249,3 +249,27 @@ def test_a_status_with_all_its_lanes_can_be_read():
     lane = LaneStatus(peer="p" * 64, engine="e" * 32, reason="é" * 300, connect_s=0.1)
     full = status("decode", 0, lanes=[lane] * LANES_MAX)
     assert len(status_decoder.decode(encode_json(full)).lanes) == LANES_MAX
+
+
+def test_who_gives_no_kv_any_more_is_not_named():
+    lanes = [
+        LaneStatus(peer=f"prefill-{n}", engine="shm", reason="shm: chosen", connect_s=0.0)
+        for n in (0, 1)
+    ]
+    receiver = WorkerReport(record=record("decode", 0), status=status("decode", 0, lanes=lanes))
+    changed = structs.replace(record("prefill", 1), role="decode")
+    workers = [receiver, WorkerReport(record=changed)]
+    lines = list(status_module.lanes(structs.replace(REPORT, workers=workers)))
+    assert lines == ["decode-0 takes KV from prefill-0 by shm (shm: chosen)"]
+
+
+def test_two_processes_of_one_name_are_told_apart_and_roles_are_together(answer, capsys):
+    again = structs.replace(
+        record("decode", 0), incarnation=Incarnation("abcdef0123"), started_unix_s=5.0
+    )
+    records = (again, record("decode", 0), record("prefill", 1), record("prefill", 0))
+    workers = [WorkerReport(record=each) for each in records]
+    answer[0] = msgspec.json.encode(structs.replace(REPORT, workers=workers))
+    assert show_status(answer[1].decode(), as_json=False) == 0
+    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:6]]
+    assert rows == ["prefill-0", "prefill-1", "decode-0 (000000)", "decode-0 (abcdef)"]
