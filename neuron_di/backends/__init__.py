@@ -1,6 +1,6 @@
 """Devices behind one interface. Each backend is imported only when it is opened."""
 
-from neuron_di.backends.backend import Backend, LayerHook, OnLost
+from neuron_di.backends.backend import Backend, LayerHook
 from neuron_di.backends.memory import MemoryPlan, available_memory_bytes, plan_memory
 from neuron_di.backends.open_backend import (
     BackendOptions,
@@ -15,7 +15,6 @@ __all__ = [
     "DevicePlan",
     "LayerHook",
     "MemoryPlan",
-    "OnLost",
     "available_memory_bytes",
     "open_backend",
     "plan_device",

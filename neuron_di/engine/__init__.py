@@ -10,7 +10,6 @@ from neuron_di.engine.events import (
     PrefillParked,
     Timing,
 )
-from neuron_di.engine.sampler import SampledToken, describe_logprobs, sample
 
 __all__ = [
     "Broken",
@@ -20,9 +19,6 @@ __all__ = [
     "EngineEvent",
     "Key",
     "PrefillParked",
-    "SampledToken",
     "StartTransfer",
     "Timing",
-    "describe_logprobs",
-    "sample",
 ]

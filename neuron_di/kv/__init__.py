@@ -7,11 +7,11 @@ from neuron_di.kv.geometry import KvGeometry, Strides
 from neuron_di.kv.holds import SETTLE_S
 from neuron_di.kv.kv_map import KvMap
 from neuron_di.kv.layout import DTYPE_BYTES, KvLayout
-from neuron_di.kv.neuron_copies import DeviceKv, DeviceTensor, HandleTensor
+from neuron_di.kv.neuron_copies import DeviceKv, HandleTensor
 from neuron_di.kv.neuron_pool import NeuronPool
-from neuron_di.kv.ownership import Group, Ownership
-from neuron_di.kv.placement import Placement, place_on_host
-from neuron_di.kv.planner import Plan, Planner
+from neuron_di.kv.ownership import Group
+from neuron_di.kv.placement import place_on_host
+from neuron_di.kv.planner import Planner
 from neuron_di.kv.pool import (
     GENERATIONS_OFFSET,
     KvPool,
@@ -22,7 +22,7 @@ from neuron_di.kv.pool import (
 )
 from neuron_di.kv.resharding import Resharding, whole_block_runs
 from neuron_di.kv.runs import BlockIds, Memory, Runs, as_ids, ids_below
-from neuron_di.kv.transfer_sequences import TransferSequences, runs_of, transfer_sequences
+from neuron_di.kv.transfer_sequences import runs_of, transfer_sequences
 
 __all__ = [
     "DTYPE_BYTES",
@@ -31,7 +31,6 @@ __all__ = [
     "ArenaPool",
     "BlockIds",
     "DeviceKv",
-    "DeviceTensor",
     "Group",
     "HandleTensor",
     "KvGeometry",
@@ -41,16 +40,12 @@ __all__ = [
     "KvPool",
     "Memory",
     "NeuronPool",
-    "Ownership",
     "PeerPool",
-    "Placement",
-    "Plan",
     "Planner",
     "PoolMaker",
     "Resharding",
     "Runs",
     "Strides",
-    "TransferSequences",
     "as_ids",
     "block_digests",
     "check_header",

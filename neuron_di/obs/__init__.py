@@ -2,14 +2,11 @@
 
 from neuron_di.obs.launch_report import LaunchReport, heard, say
 from neuron_di.obs.limited_logger import LimitedLogger
-from neuron_di.obs.logging import EventLogger, LogFormat, LogLevel, get_logger, setup_logging
+from neuron_di.obs.logging import get_logger, setup_logging
 
 __all__ = [
-    "EventLogger",
     "LaunchReport",
     "LimitedLogger",
-    "LogFormat",
-    "LogLevel",
     "get_logger",
     "heard",
     "say",

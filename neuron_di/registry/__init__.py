@@ -1,11 +1,10 @@
 """Who is there: workers announce themselves in a registry, a directory follows it."""
 
 from neuron_di.registry.announcer import Announcer
-from neuron_di.registry.directory import KEEP_S, WORKERS_PREFIX, Directory, keep_s_for
+from neuron_di.registry.directory import KEEP_S, Directory, keep_s_for
 from neuron_di.registry.embedded import EmbeddedRegistry
 from neuron_di.registry.record_reader import RefusedRecord
 from neuron_di.registry.registry import (
-    CandidRegistry,
     KeyChanged,
     KeyDeleted,
     LeaseId,
@@ -20,9 +19,7 @@ from neuron_di.registry.supervised import Supervised
 
 __all__ = [
     "KEEP_S",
-    "WORKERS_PREFIX",
     "Announcer",
-    "CandidRegistry",
     "Directory",
     "EmbeddedRegistry",
     "KeyChanged",

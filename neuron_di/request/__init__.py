@@ -6,7 +6,6 @@ from neuron_di.request.prompt_wish import PromptWish
 from neuron_di.request.request import Request, RequestStatus
 from neuron_di.request.request_end import (
     Finish,
-    TokenOutcome,
     accept_token,
     end_token_ids,
     resolve_max_tokens,
@@ -25,7 +24,6 @@ __all__ = [
     "Request",
     "RequestStatus",
     "TemplateTraits",
-    "TokenOutcome",
     "TokenRuleMaker",
     "TokenRules",
     "Tokenizer",

@@ -2,7 +2,6 @@
 
 from neuron_di.worker.model import LoadedModel, load_model
 from neuron_di.worker.process import run_worker
-from neuron_di.worker.server import make_app
 from neuron_di.worker.worker import Worker, WorkerParts
 
-__all__ = ["LoadedModel", "Worker", "WorkerParts", "load_model", "make_app", "run_worker"]
+__all__ = ["LoadedModel", "Worker", "WorkerParts", "load_model", "run_worker"]
