@@ -21,16 +21,11 @@ from benchmarks.process_tree import cpu_s
 from benchmarks.provenance import command_line, commit_description, machine_description
 from benchmarks.proxy_load import Load
 from benchmarks.proxy_plot import plot_proxies
-from benchmarks.proxy_process import (
-    RunningProxy,
-    allow_many_connections,
-    free_ports,
-    running,
-    stub_workers,
-)
+from benchmarks.proxy_process import RunningProxy, free_ports, running, stub_workers
 from benchmarks.proxy_report import OURS, OURS_TWICE, Cell, ProxyReport, Sample
 from benchmarks.proxy_stub import PREFILL_S
 from benchmarks.proxy_text import findings, print_report, write_report
+from neuron_di.config import raise_descriptor_limit
 
 MODULE = "benchmarks.proxy"
 _IDLE_S = 5.0
@@ -42,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(highlight=False)
     console.width = max(console.width, 132)
-    allow_many_connections()
+    raise_descriptor_limit()  # what it starts inherits it
     begun_s = time.monotonic()
     report = ProxyReport(
         command=command_line(MODULE, options, parser.parse_args([])),

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -139,12 +138,6 @@ def free_ports(count: int) -> list[int]:
             if len(ports) == count:
                 return ports
     raise ProxyFailed("too few ports are free")
-
-
-def allow_many_connections() -> None:
-    """Raise the limit on open files as far as it goes; processes started later inherit it."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextlib.contextmanager

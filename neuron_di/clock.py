@@ -54,6 +54,11 @@ def unix_s() -> float:
     return _clock.unix_s()
 
 
+def process_cpu_s() -> float:
+    """User and system time of this process so far, all threads, by no other clock."""
+    return time.process_time()
+
+
 def sleep_s(duration_s: float) -> None:
     """Block this thread. Never call it on an event loop."""
     _clock.sleep_s(duration_s)

@@ -7,7 +7,6 @@ Next: neuron_di/bench/load.py, neuron_di/bench/client.py, neuron_di/bench/summar
 """
 
 import asyncio
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from neuron_di.bench.outcome import read_outcome
 from neuron_di.bench.plan import Plan, make_plan
 from neuron_di.bench.settings import Settings
 from neuron_di.bench.traces import Trace
-from neuron_di.clock import now_s, unix_s
+from neuron_di.clock import now_s, process_cpu_s, unix_s
 from neuron_di.errors import ConfigError
 
 TICK_S = 0.02  # how often the client looks whether it keeps up
@@ -145,7 +144,7 @@ async def _warm_up(endpoint: Endpoint, run: Run) -> None:
 async def _under_watch(run: Run, view: View) -> None:
     """Take all turns, and notice how the client itself bears it."""
     watching = asyncio.create_task(_watch(run.strain))
-    before_s, before_cpu_s = now_s(), _cpu_s()
+    before_s, before_cpu_s = now_s(), process_cpu_s()
     try:
         for slice_index, place in order_of_turns(len(run.endpoints), run.settings.slices):
             await _take_turn(run, view, slice_index, place)
@@ -153,7 +152,7 @@ async def _under_watch(run: Run, view: View) -> None:
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-        run.strain.wall_s, run.strain.cpu_s = now_s() - before_s, _cpu_s() - before_cpu_s
+        run.strain.wall_s, run.strain.cpu_s = now_s() - before_s, process_cpu_s() - before_cpu_s
 
 
 async def _take_turn(run: Run, view: View, slice_index: int, place: int) -> None:
@@ -207,11 +206,6 @@ async def _watch(strain: Strain) -> None:
         due_s = now_s() + TICK_S
         await asyncio.sleep(TICK_S)
         strain.stall_s = max(strain.stall_s, now_s() - due_s)
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def turns_of(turns: Sequence[Turn], endpoint: int) -> list[Turn]:

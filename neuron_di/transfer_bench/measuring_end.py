@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from neuron_di.clock import now_s
+from neuron_di.clock import now_s, process_cpu_s
 from neuron_di.config import TransferOptions
 from neuron_di.errors import (
     KvCorrupt,
@@ -45,7 +45,7 @@ from neuron_di.transfer_bench.messages import (
 from neuron_di.transfer_bench.open_lanes import open_lanes
 from neuron_di.transfer_bench.places import Choice, Places
 from neuron_di.transfer_bench.pool_bytes import clear_blocks, digest_blocks
-from neuron_di.transfer_bench.resources import process_cpu_s, require_room
+from neuron_di.transfer_bench.resources import require_room
 from neuron_di.transfer_bench.shape import Shape
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import LayoutFields, ShmRegion

@@ -1,7 +1,6 @@
 """What a run may take of this machine, and what it took."""
 
 import re
-import resource
 from pathlib import Path
 
 from neuron_di.errors import ConfigError
@@ -30,12 +29,6 @@ def region_bytes() -> int:
     """
     wanted_bytes = min(max(2 * _cache_bytes(), REGION_BYTES_MIN), REGION_BYTES_MAX)
     return min(wanted_bytes, _available_bytes() // (2 * _REGIONS)) >> 20 << 20
-
-
-def process_cpu_s() -> float:
-    """User and system time of this process so far, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _cache_bytes() -> int:

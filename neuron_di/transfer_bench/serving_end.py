@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from neuron_di.clock import now_s
+from neuron_di.clock import now_s, process_cpu_s
 from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError, NeuronDiError, PeerGone, PeerTimeout, RemoteProtocolError
 from neuron_di.kv import KvLayout, KvPool, whole_block_runs
@@ -36,7 +36,7 @@ from neuron_di.transfer_bench.messages import (
 )
 from neuron_di.transfer_bench.open_lanes import open_lanes
 from neuron_di.transfer_bench.pool_bytes import digest_blocks, fill_pool
-from neuron_di.transfer_bench.resources import process_cpu_s, require_room
+from neuron_di.transfer_bench.resources import require_room
 from neuron_di.types import BlockId, Incarnation
 
 QUESTION_TIMEOUT_S = 600.0  # the other end may be busy with what it measures
