@@ -1,7 +1,7 @@
 """Turns what comes of an answer's choices into the bytes of its HTTP response, as it comes."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from neuron_di.wire import Finished, Token
 from neuron_di_proxy.histogram import Histogram
@@ -76,15 +76,9 @@ class StreamedAnswer(_Writing):
 class WholeAnswer(_Writing):
     """Writes one JSON document when all choices have finished."""
 
-    def __init__(
-        self,
-        answer: Answer,
-        records: Sequence[RequestRecord],
-        reply: Reply,
-        make_headers: MakeHeaders,
-    ) -> None:
-        super().__init__(answer, records, reply, make_headers)
-        self._tokens: list[list[Token]] = [[] for _ in records]
+    @cached_property
+    def _tokens(self) -> list[list[Token]]:  # by choice
+        return [[] for _ in self._records]
 
     def lane(self, index: int, gaps: Histogram) -> None:  # noqa: ARG002 - the document needs them
         return None
