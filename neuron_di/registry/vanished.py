@@ -8,10 +8,13 @@ from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import WorkerRecord
 
 RIVALS_MAX = 2
+
+# One life of a worker. After a restart it is another process.
 Process = tuple[WorkerId, Incarnation]
 
 
 def process_of(record: WorkerRecord) -> Process:
+    """The process that a record describes."""
     return record.worker_id, record.incarnation
 
 

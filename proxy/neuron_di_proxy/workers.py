@@ -9,7 +9,9 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from neuron_di.types import Incarnation, WorkerId
+from neuron_di.registry.vanished import Process as Process
+from neuron_di.registry.vanished import process_of as process_of
+from neuron_di.types import WorkerId
 from neuron_di.wire import Finished, Parked, Released, Token, WorkerRecord, WorkerStatus
 from neuron_di.wire.leg_link import LegKind as LegKind
 from neuron_di_proxy.token_lane import Lane
@@ -18,9 +20,6 @@ STATUS_TIMEOUT_S = 1.0
 
 Progress = Token | Parked | Released | Finished
 
-
-# One life of a worker. After a restart it is another process.
-Process = tuple[WorkerId, Incarnation]
 
 # What a leg says: an event, or the error that ended it.
 Said = Progress | Exception
@@ -86,11 +85,6 @@ class TalkingWorkers(Protocol):
 
     def forget(self, record: WorkerRecord) -> None:
         """Nobody watches this process any more: end its link, unless legs are open there."""
-
-
-def process_of(record: WorkerRecord) -> Process:
-    """The process that a record describes."""
-    return record.worker_id, record.incarnation
 
 
 def place_of(record: WorkerRecord) -> tuple[str, int]:
