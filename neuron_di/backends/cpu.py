@@ -3,7 +3,6 @@
 The reference for all others.
 """
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from neuron_di.backends.backend import Backend, LayerHook, OnLost
 from neuron_di.backends.cpu_numerics import require_threads, torch_rounding
+from neuron_di.backends.host_logits import HostLogits, decode_one_by_one, tell_layers
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.core.require import require
@@ -28,7 +28,7 @@ from neuron_di.models import (
 )
 from neuron_di.obs import get_logger
 from neuron_di.request import Request
-from neuron_di.types import BlockId, Incarnation
+from neuron_di.types import Incarnation
 from neuron_di_bindings import cpu_kernels
 
 _log = get_logger(__name__)
@@ -46,7 +46,7 @@ def open_backend(options: BackendOptions) -> Backend:
     return CpuBackend(options)
 
 
-class CpuBackend:
+class CpuBackend(HostLogits):
     """Serves one model on this process's cores. See `Backend` for the contract."""
 
     def __init__(self, options: BackendOptions) -> None:
@@ -123,7 +123,7 @@ class CpuBackend:
 
     def decode(self, batch: DecodeBatch) -> Tensor:
         if self._decoder is None:
-            return self._decode_one_by_one(batch)
+            return decode_one_by_one(self._decode_one, batch)
         requests = batch.requests
         size = self.layout.block_size
         # Of those that are reserved, as many as the step reads, and the one that it writes to.
@@ -152,16 +152,8 @@ class CpuBackend:
         )
         return out_THD.flatten(1)
 
-    def _decode_one_by_one(self, batch: DecodeBatch) -> Tensor:
-        """Without the kernels: each request alone, so that a row cannot depend on the others."""
-        return torch.stack(
-            [
-                self._decode_one(request, request.generated[-1], request.num_computed)
-                for request in batch.requests
-            ]
-        )
-
     def _decode_one(self, request: Request, token_id: int, position: int) -> Tensor:
+        """Without the kernels."""
         logits_V = self._transformer.run_chunk(
             [token_id], start=position, block_ids=request.block_ids, with_logits=True
         )
@@ -180,10 +172,7 @@ class CpuBackend:
                 stop = min(begin + _REPLAY_ROWS, end)
                 logits_V = self._replay_rows(self._decoder, request, begin, stop)
         if after_layer is not None:
-            block_size = self.layout.block_size
-            written = request.block_ids[start // block_size : -(-end // block_size)]
-            for layer in range(self.layout.num_layers):
-                after_layer(layer, written)
+            tell_layers(after_layer, chunk, self.layout)
         return logits_V if chunk.is_last else None
 
     def _replay_rows(
@@ -199,16 +188,6 @@ class CpuBackend:
             logits_1V.numpy(),
         )
         return logits_1V[0]
-
-    def draw(
-        self,
-        logits_BV: Tensor,  # noqa: ARG002 - they are on the host
-        requests: Sequence[Request],
-    ) -> list[int | None]:
-        return [None] * len(requests)
-
-    def quiesce(self, block_ids: Sequence[BlockId]) -> None:
-        """Nothing to wait for: a step has made all its writes when it returns."""
 
     def watch(self, on_lost: OnLost) -> None:
         """Nothing can be lost: it is this process that computes."""

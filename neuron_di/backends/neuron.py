@@ -12,7 +12,7 @@ Next: neuron_di/backends/neuron_nxdi.py
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from neuron_di.backends.backend import Backend, LayerHook, OnLost
+from neuron_di.backends.host_logits import HostLogits
 from neuron_di.backends.neuron_faults import lost_by
 from neuron_di.backends.neuron_nxdi import NxdiModel
 from neuron_di.backends.neuron_plan import NeuronPlan, plan_device
@@ -55,8 +56,12 @@ def open_backend(options: BackendOptions) -> Backend:
     return NeuronBackend(options, options.plan)
 
 
-class NeuronBackend:
-    """Serves one model on this process's NeuronCores. See `Backend` for the contract."""
+class NeuronBackend(HostLogits):
+    """Serves one model on this process's NeuronCores. See `Backend` for the contract.
+
+    A call has made all its writes when its logits are here: artifacts with async_mode, of which
+    that is not true, are refused.
+    """
 
     def __init__(self, options: BackendOptions, plan: NeuronPlan) -> None:
         torch.set_num_threads(options.num_threads)  # of what is computed on the host: sampling
@@ -107,17 +112,6 @@ class NeuronBackend:
         logits_BV = self._run(lambda: self._model.decode(slots, ids, positions))
         rows = {slot: row for row, slot in enumerate(slots)}
         return logits_BV[[rows[_slot_of(request)] for request in batch.requests]]
-
-    def draw(
-        self,
-        logits_BV: Tensor,  # noqa: ARG002 - they are on the host
-        requests: Sequence[Request],
-    ) -> list[int | None]:
-        return [None] * len(requests)
-
-    def quiesce(self, block_ids: Sequence[BlockId]) -> None:
-        """Nothing to wait for: a call has made all its writes when its logits are here. Artifacts
-        with async_mode, of which that is not true, are refused."""
 
     def watch(self, on_lost: OnLost) -> None:
         self._device_pool.watch_loss(on_lost)

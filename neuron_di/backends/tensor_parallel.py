@@ -16,6 +16,7 @@ from torch import Tensor
 
 from neuron_di.backends.backend import LayerHook, OnLost
 from neuron_di.backends.cpu_numerics import torch_rounding
+from neuron_di.backends.host_logits import HostLogits, decode_one_by_one, tell_layers
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.backends.rank_group import RankGroup
 from neuron_di.backends.rank_messages import (
@@ -43,8 +44,11 @@ _ANSWER_TIMEOUT_S = 60.0  # to connect; to map a large pool, or let go of it
 _TENSOR_TIMEOUT_S = 60.0  # how much later than the first a rank may be in its part of a layer
 
 
-class TensorParallelBackend:
-    """Serves one model on several processes' cores. See `Backend` for the contract."""
+class TensorParallelBackend(HostLogits):
+    """Serves one model on several processes' cores. See `Backend` for the contract.
+
+    A rank has written a layer's KV before its part of the sum, so a step has when it returns.
+    """
 
     def __init__(self, options: BackendOptions) -> None:
         """ConfigError or CheckpointError where it cannot start; nothing is left running then."""
@@ -169,12 +173,7 @@ class TensorParallelBackend:
         return self._run(order, after_layer, read_logits)
 
     def decode(self, batch: DecodeBatch) -> Tensor:
-        return torch.stack(
-            [
-                self._decode_one(request, request.generated[-1], request.num_computed)
-                for request in batch.requests
-            ]
-        )
+        return decode_one_by_one(self._decode_one, batch)
 
     def _decode_one(self, request: Request, token_id: int, position: int) -> Tensor:
         order = RunChunk(
@@ -194,10 +193,7 @@ class TensorParallelBackend:
         for position, token_id in enumerate(request.token_ids(start, end), start):
             logits_V = self._decode_one(request, token_id, position)
         if after_layer is not None:
-            block_size = self.layout.block_size
-            written = request.block_ids[start // block_size : -(-end // block_size)]
-            for layer in range(self.layout.num_layers):
-                after_layer(layer, written)
+            tell_layers(after_layer, chunk, self.layout)
         return logits_V if chunk.is_last else None
 
     def _run(
@@ -220,16 +216,6 @@ class TensorParallelBackend:
         if hooks.error is not None:
             raise hooks.error
         return logits_V
-
-    def draw(
-        self,
-        logits_BV: Tensor,  # noqa: ARG002 - they are on the host
-        requests: Sequence[Request],
-    ) -> list[int | None]:
-        return [None] * len(requests)
-
-    def quiesce(self, block_ids: Sequence[BlockId]) -> None:
-        """Nothing to wait for: a rank has written a layer's KV before its part of the sum."""
 
     def close(self) -> None:
         self._model.unbind()

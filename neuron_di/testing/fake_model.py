@@ -20,6 +20,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from neuron_di.backends.backend import LayerHook, OnLost
+from neuron_di.backends.host_logits import HostLogits
 from neuron_di.core import DecodeBatch, PrefillChunk
 from neuron_di.kv import KvLayout, KvPool, segment_bytes
 from neuron_di.models import ReadLogits
@@ -109,7 +110,7 @@ class FakePool(HalvesPool):
         self._view = None
 
 
-class FakeBackend:
+class FakeBackend(HostLogits):
     """A Backend for this model. `faults` may make a step raise."""
 
     numerics: str | None = "fake"
@@ -160,16 +161,6 @@ class FakeBackend:
             self._extend(request.block_ids, place, request.generated[-1:], DECODE_KERNEL)
             rows.append(self._logits(request, place + 1, DECODE_KERNEL))
         return torch.from_numpy(np.stack(rows))
-
-    def draw(
-        self,
-        logits_BV: Tensor,  # noqa: ARG002 - they are on the host
-        requests: Sequence[Request],
-    ) -> list[int | None]:
-        return [None] * len(requests)
-
-    def quiesce(self, block_ids: Sequence[BlockId]) -> None:
-        """Every write has been made when a step returns."""
 
     def watch(self, on_lost: OnLost) -> None:
         """It is never lost."""
