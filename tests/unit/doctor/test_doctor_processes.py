@@ -207,7 +207,11 @@ def test_nixl_reads_memory_of_the_host(tmp_path):
 
 def test_nixl_without_its_backend_says_so(tmp_path):
     pytest.importorskip("nixl_cu12._bindings")
-    looked_at = machine(laptop(tmp_path), {"PATH": os.environ["PATH"]})
-    words = ("NOTHING", "host", "0", "1")
+    looked_at = machine(
+        laptop(tmp_path), {"PATH": os.environ["PATH"], "NIXL_PLUGIN_DIR": str(tmp_path)}
+    )
+    words = ("LIBFABRIC", "host", "0", "1")
     asked = ask(looked_at, options(), *words, module="first_hour_nixl", timeout_s=60)
-    assert "NIXL_ERR_NOT_FOUND" in str(asked.failure("register"))
+    assert "plugin LIBFABRIC (libplugin_LIBFABRIC.so) cannot be loaded" in str(
+        asked.failure("register")
+    )
