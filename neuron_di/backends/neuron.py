@@ -99,7 +99,7 @@ class NeuronBackend(HostLogits):
                 raise LocalProtocolError("a prompt is one call on this device")
             ids = request.prompt_ids
             logits_V = self._run(lambda: self._model.prefill(slot, ids))
-            self._device_pool.mark_on_device(slot)
+            self._device_pool.mark_on_device([slot])
         return logits_V if chunk.is_last else None
 
     def decode(self, batch: DecodeBatch) -> Tensor:

@@ -15,7 +15,7 @@ So far this has run on a simulator of libnrt only.
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
 from neuron_di.clock import Deadline
@@ -88,13 +88,14 @@ class NeuronPool(DeviceLoss, KvPool):
         replica. Then it is on the device. Blocks, as to_host."""
         with self._copying(block_id):
             self._copy(self._copies.to_device, block_id, num_tokens)
-        self.mark_on_device(block_id)
+        self.mark_on_device([block_id])
 
-    def mark_on_device(self, block_id: BlockId) -> None:
-        """The slot has the request's KV. Whoever wrote it there says so."""
+    def mark_on_device(self, block_ids: Iterable[BlockId]) -> None:
+        """The slots have their request's KV. Whoever wrote it there says so."""
         with self._lock:
-            self._on_device.add(block_id)
-            self._num_in_mirror.pop(block_id, None)
+            for block_id in block_ids:
+                self._on_device.add(block_id)
+                self._num_in_mirror.pop(block_id, None)
 
     def is_on_device(self, block_id: BlockId) -> bool:
         """Whether the slot has the KV of the block's request. If not, the mirror has it."""

@@ -37,7 +37,7 @@ from neuron_di.transfer.nixl_tensors import (
 from neuron_di.transfer.nrt_plan import DevicePlan
 from neuron_di.transfer.run_bounds import slot_refusal
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
-from neuron_di.types import BlockId, Incarnation
+from neuron_di.types import Incarnation
 from neuron_di.wire import MemoryKind, NixlNeuronRegion, Region
 from neuron_di.wire.regions import NIXL_METADATA_BYTES_MAX
 
@@ -262,8 +262,7 @@ class NixlNeuronEngine:
         return reader
 
     def _mark(self, receive: Receive) -> None:
-        for block_id in receive.block_ids:
-            self._pool.mark_on_device(BlockId(int(block_id)))
+        self._pool.mark_on_device(receive.block_ids)
 
 
 def _digest(metadata: Sequence[bytes]) -> bytes:

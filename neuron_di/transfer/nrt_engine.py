@@ -42,7 +42,7 @@ from neuron_di.transfer.tcp_proof import pair_secret
 from neuron_di.transfer.tcp_tls import open_tls
 from neuron_di.transfer.token_thread import TokenThread
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
-from neuron_di.types import BlockId, Incarnation
+from neuron_di.types import Incarnation
 from neuron_di.wire import NrtRegion, Region
 from neuron_di_bindings.nrt import NrtWorkerError
 
@@ -285,8 +285,7 @@ class NrtEngine:
         return moves
 
     def _mark(self, receive: Receive) -> None:
-        for block_id in receive.block_ids:
-            self._pool.mark_on_device(BlockId(int(block_id)))
+        self._pool.mark_on_device(receive.block_ids)
 
     def _call(
         self,

@@ -147,7 +147,7 @@ def test_what_came_for_one_replica_is_brought_to_the_others(num_ranks, is_in_mir
                 part = view(device.geometry, arrays_of(device), rank, layer, c)
                 part[1, place, :9] = kv[layer, c, head]
     with closing(make_pool(device)) as pool:
-        pool.mark_on_device(1)
+        pool.mark_on_device([1])
         if is_in_mirror:
             pool.to_host(1, 9)
         read = [tensor.bytes_read for tensor in device.tensors]
@@ -185,7 +185,7 @@ def test_digests_are_of_the_device_where_a_block_is_there_and_of_the_mirror_else
         )
         for block_id in (2, 0):
             assert pool.digests([2, 0], identity, 19, first_place=1) != expected
-            pool.mark_on_device(block_id)
+            pool.mark_on_device([block_id])
         assert pool.digests([2, 0], identity, 19, first_place=1) == expected
         num_read = sum(tensor.bytes_read for tensor in device.tensors)
         pool.retire([2, 0])
@@ -195,8 +195,7 @@ def test_digests_are_of_the_device_where_a_block_is_there_and_of_the_mirror_else
 
 
 def test_a_block_that_is_given_up_is_not_on_the_device_any_more(pool):
-    pool.mark_on_device(1)
-    pool.mark_on_device(2)
+    pool.mark_on_device([1, 2])
     before = pool.generations([1])
     assert pool.retire([1]) is False
     assert not pool.is_on_device(1)

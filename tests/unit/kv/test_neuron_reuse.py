@@ -32,7 +32,7 @@ def pool():
 
 def test_what_came_late_for_a_cancelled_request_is_not_the_next_ones(pool):
     pool.retire([SLOT])  # the request is over, but its receive could not be called off
-    pool.mark_on_device(SLOT)
+    pool.mark_on_device([SLOT])
     pool.fill_replicas(SLOT, 9)
     pool.begin_fill([SLOT])  # the next one's KV comes by way of the mirror
     assert not pool.is_on_device(SLOT)
@@ -56,7 +56,7 @@ def test_a_block_is_copied_and_digested_by_one_at_a_time(pool, monkeypatch):
         order.append(f"{name} ends")
 
     monkeypatch.setattr(pool._copies, "to_host", slow_to_host)
-    pool.mark_on_device(SLOT)
+    pool.mark_on_device([SLOT])
     threads = [
         threading.Thread(target=pool.digests, args=([SLOT], identity(name), 16), name=name)
         for name in ("cancelled", "next")
