@@ -26,15 +26,8 @@ from neuron_di.transfer.nixl_fence import Fence
 from neuron_di.transfer.nixl_neuron_reader import NixlNeuronReader, OwnDevice
 from neuron_di.transfer.nixl_readers import Readers
 from neuron_di.transfer.nixl_serving import ServingAgents
-from neuron_di.transfer.nixl_tensors import (
-    DeviceMemory,
-    fields_of,
-    neuron_pool,
-    own_memory,
-    peer_geometry,
-    peer_memory,
-)
-from neuron_di.transfer.nrt_plan import DevicePlan
+from neuron_di.transfer.nixl_tensors import DeviceMemory, neuron_pool, own_memory, peer_memory
+from neuron_di.transfer.nrt_plan import DevicePlan, device_fields, device_geometry
 from neuron_di.transfer.run_bounds import slot_refusal
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import Incarnation
@@ -81,7 +74,7 @@ class NixlNeuronEngine:
         self._readers: Readers[NixlNeuronReader] = Readers()
         head = head_bytes(pool.num_blocks)
         self._head = Memory(pool.memory().address - head, head)
-        fields = fields_of(pool)
+        fields = device_fields(pool.device, pool.num_blocks)
         self._serving = ServingAgents(pool.incarnation, self._open_server)
         self._fence = Fence(
             f"{pool.incarnation}-fence",
@@ -93,7 +86,10 @@ class NixlNeuronEngine:
         # What a peer is told that was not accepted, and each that was.
         server = self._serving.present
         self._region = NixlNeuronRegion(
-            agent=server.name, backend=server.backend, kind=kind, **fields
+            agent=server.name,
+            backend=server.backend,
+            kind=kind,
+            **msgspec.structs.asdict(fields),
         )
         self._regions: dict[Incarnation, NixlNeuronRegion] = {}
 
@@ -120,7 +116,7 @@ class NixlNeuronEngine:
     def accept(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
         """Tell it of the tensors that it will read: which these are, follows from its geometry."""
         region = self._checked(region, layout)
-        plan = DevicePlan(self._memory.geometry, peer_geometry(region, layout))
+        plan = DevicePlan(self._memory.geometry, device_geometry(region, layout))
         head = np.array([[self._head.address, self._head.num_bytes, 0]], np.uint64)
         tensors = self._memory.whole(np.unique(plan.moves([0], [0], 1).source_tensors))
         try:

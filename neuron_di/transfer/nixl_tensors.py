@@ -6,20 +6,16 @@ of a registration. Here it is the core, as the host counts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_di.errors import (
-    ConfigError,
-    RemoteProtocolError,
-)
+from neuron_di.errors import ConfigError, RemoteProtocolError
 from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvPool, NeuronPool, head_bytes
 from neuron_di.kv.runs import Ints
 from neuron_di.transfer.nixl_agent import Rows, rows_of
-from neuron_di.transfer.nrt_plan import device_geometry, region_of
-from neuron_di.wire import DeviceFields, MemoryKind, NixlNeuronRegion
+from neuron_di.transfer.nrt_plan import device_geometry
+from neuron_di.wire import MemoryKind, NixlNeuronRegion
 from neuron_di_bindings.nrt import NrtError, NrtMisuse, NrtUnsupported
 
 _ADDRESS_END = 1 << 63  # addresses are signed here, and are added to
@@ -93,7 +89,7 @@ def peer_memory(region: NixlNeuronRegion, layout: KvLayout) -> DeviceMemory:
     RemoteProtocolError where no device has its tensors there. That they are registered is for NIXL
     to say: it reads nowhere else.
     """
-    geometry = peer_geometry(region, layout)
+    geometry = device_geometry(region, layout)
     sizes = geometry.tensor_bytes()
     if len(region.addresses) != len(sizes):
         raise RemoteProtocolError(f"{len(region.addresses)} addresses of {len(sizes)} KV tensors")
@@ -108,17 +104,6 @@ def peer_memory(region: NixlNeuronRegion, layout: KvLayout) -> DeviceMemory:
         sizes=np.array([sizes[number] for number in range(len(sizes))], np.int64),
         devices=_devices(geometry, region.lncs),
     )
-
-
-def fields_of(pool: NeuronPool) -> dict[str, Any]:
-    """A device's DeviceFields, by name. ConfigError where it cannot be told of."""
-    told = region_of(pool.device, pool.num_blocks, host="-", port=0, secret=bytes(32), is_tls=False)
-    return {name: getattr(told, name) for name in DeviceFields.__struct_fields__}
-
-
-def peer_geometry(region: DeviceFields, layout: KvLayout) -> KvGeometry:
-    """The part of a peer's slots that requests use. RemoteProtocolError where it cannot be."""
-    return device_geometry(region, layout)
 
 
 def _devices(geometry: KvGeometry, lncs: Sequence[int]) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ in the end, no attention takes it.
 import hashlib
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from neuron_di.errors import ConfigError, LocalProtocolError, PeerRefused, RemoteProtocolError
@@ -148,13 +149,17 @@ def region_of(
     is_tls: bool,
 ) -> NrtRegion:
     """What a peer must know of this worker's device. ConfigError where it cannot be told."""
+    fields = device_fields(device, num_blocks)
+    return NrtRegion(
+        host=host, port=port, secret=secret, is_tls=is_tls, **msgspec.structs.asdict(fields)
+    )
+
+
+def device_fields(device: DeviceKv, num_blocks: int) -> DeviceFields:
+    """Of that, what every engine tells. ConfigError where it cannot be told."""
     geometry = device.geometry
     keys, values = (_order(geometry, strides) for strides in geometry.strides)
-    region = NrtRegion(
-        host=host,
-        port=port,
-        secret=secret,
-        is_tls=is_tls,
+    fields = DeviceFields(
         lncs=list(device.lncs),
         heads=[list(heads) for heads in geometry.heads],
         keys=keys,
@@ -162,11 +167,11 @@ def region_of(
         block_size=geometry.block_size,
         num_blocks=num_blocks,
     )
-    told = _rank_tensors(region, _layout_of(geometry))
+    told = _rank_tensors(fields, _layout_of(geometry))
     for name in ("tensors", "offsets"):
         if not np.array_equal(getattr(told, name), getattr(geometry, name)):
             raise ConfigError("the device's KV is not one tensor per rank, layer and K or V")
-    return region
+    return fields
 
 
 def device_geometry(region: DeviceFields, layout: KvLayout) -> KvGeometry:
