@@ -3,21 +3,14 @@
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TextIO
 
 from benchmarks.contenders.command_loop import Settings
-from benchmarks.process_tree import cpu_s, peak_rss_bytes, tree_of
-
-_REPO = Path(__file__).parent.parent
-_LOG_TAIL_CHARS = 3000
+from benchmarks.line_process import LineProcess, ProcessFailed
+from benchmarks.process_tree import peak_rss_bytes, tree_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,42 +32,32 @@ class Timed:
     token_ids: list[list[int]]
 
 
-class ContenderFailed(Exception):
-    """Raised when a contender ends before it has answered. Says what it printed last."""
-
-
 class ContenderProcess:
-    """A loaded contender. It waits for the next line of its input and uses no CPU meanwhile."""
+    """A loaded contender. It waits for the next line of its input and uses no CPU meanwhile.
 
-    def __init__(self, contender: Contender, settings: Settings, log: TextIO) -> None:
+    ProcessFailed when it ends before it has answered.
+    """
+
+    def __init__(self, contender: Contender, settings: Settings) -> None:
         self.name = contender.name
-        self._log = log
         fields = asdict(settings) | {"compiled": contender.compiled}
-        # Its own session, so that whatever it starts can be ended with it.
-        self._process = subprocess.Popen(
-            [contender.python, "-m", contender.module, json.dumps(fields)],
-            cwd=_REPO,
-            env=os.environ | {"OMP_NUM_THREADS": str(settings.threads)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-        self.version: str = self._answer()["ready"]
-        self._rested = (time.monotonic(), cpu_s(self._process.pid))
+        command = (contender.python, "-m", contender.module, json.dumps(fields))
+        self._process = LineProcess(command, {"OMP_NUM_THREADS": str(settings.threads)})
+        try:
+            self.version: str = self._process.answer(timeout_s=None)["ready"]
+        except ProcessFailed:
+            self.end()
+            raise
+        self._rested = (time.monotonic(), self._process.cpu_s())
         self.idle_share_max = 0.0  # of one core, while others had their turns
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Timed:
         """Answer a batch of prompts with `num_tokens` tokens each. Blocks."""
         self._note_idle()
-        before_s = cpu_s(self._process.pid)
-        assert self._process.stdin is not None
-        command = {"prompts": prompts, "num_tokens": num_tokens}
-        with contextlib.suppress(BrokenPipeError):  # `_answer` says why
-            print(json.dumps(command), file=self._process.stdin, flush=True)
-        answer = self._answer()
-        after_s = cpu_s(self._process.pid)
+        before_s = self._process.cpu_s()
+        self._process.tell(json.dumps({"prompts": prompts, "num_tokens": num_tokens}))
+        answer = self._process.answer(timeout_s=None)
+        after_s = self._process.cpu_s()
         self._rested = (time.monotonic(), after_s)
         return Timed(answer["wall_s"], after_s - before_s, answer["token_ids"])
 
@@ -91,25 +74,14 @@ class ContenderProcess:
 
     def end(self) -> None:
         """Kill it and whatever it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        self._process.end()
 
     def _note_idle(self) -> None:
         then_s, then_cpu_s = self._rested
         elapsed_s = time.monotonic() - then_s
         if elapsed_s > 1.0:  # shorter rests say little
-            share = (cpu_s(self._process.pid) - then_cpu_s) / elapsed_s
+            share = (self._process.cpu_s() - then_cpu_s) / elapsed_s
             self.idle_share_max = max(self.idle_share_max, share)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise ContenderFailed(f"{self.name} ended:\n{self._log.read()[-_LOG_TAIL_CHARS:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
 
 @contextlib.contextmanager
@@ -118,8 +90,7 @@ def loaded(contenders: Sequence[Contender], settings: Settings) -> Iterator[list
     with contextlib.ExitStack() as stack:
         processes = []
         for contender in contenders:
-            log = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-            process = ContenderProcess(contender, settings, log)
+            process = ContenderProcess(contender, settings)
             stack.callback(process.end)
             processes.append(process)
         yield processes

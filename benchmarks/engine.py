@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.contender_process import Contender, ContenderFailed, loaded
+from benchmarks.contender_process import Contender, loaded
 from benchmarks.contenders.command_loop import Settings
 from benchmarks.engine_plot import plot_engines
 from benchmarks.engine_profile import profile_engine
@@ -21,6 +21,7 @@ from benchmarks.engine_rounds import (
     Outcome,
     measure,
 )
+from benchmarks.line_process import ProcessFailed
 from benchmarks.provenance import choose_cores, command_line, machine_description
 from neuron_di.models import ModelSpec
 from neuron_di.testing import write_random_checkpoint
@@ -71,7 +72,7 @@ def compare(
             title = f"{size} {dtype}"
             try:
                 report.outcomes[title] = compare_on(console, title, model, dtype, options)
-            except ContenderFailed as failure:
+            except ProcessFailed as failure:
                 console.print(str(failure), markup=False)
                 return 1
             print_model(console, report, title)

@@ -16,11 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.line_process import LineProcess
 from benchmarks.order_statistics import percentile
 from benchmarks.provenance import command_line, commit_description, machine_description
 from benchmarks.registry_part import record_of
 from benchmarks.registry_plot import plot_registries
-from benchmarks.registry_process import Part, Server, running, server_of
+from benchmarks.registry_process import Server, running, server_of
 from benchmarks.registry_report import (
     OURS,
     RegistryReport,
@@ -108,15 +109,15 @@ def _measure(
     number: int,
     options: argparse.Namespace,
     server: Server,
-    announcers: list[Part],
-    watcher: Part,
+    announcers: list[LineProcess],
+    watcher: LineProcess,
 ) -> Sample:
     for part in announcers:
-        part.tell(do="announce")
-    watcher.tell(do="wait", wanted=dict.fromkeys(names, 0), timeout_s=ALL_SEEN_TIMEOUT_S)
+        part.tell_to("announce")
+    watcher.tell_to("wait", wanted=dict.fromkeys(names, 0), timeout_s=ALL_SEEN_TIMEOUT_S)
     begun_ns = min(part.answer() for part in announcers)
     missing = len(watcher.answer())
-    log: list[Moment] = watcher.ask(do="log")
+    log: list[Moment] = watcher.ask_to("log")
     all_seen_s = (max(at_ns for _, _, at_ns in log) - begun_ns) / 1e9 if log else float("inf")
 
     time.sleep(1.0)  # what the announcing leaves to be done
@@ -126,25 +127,25 @@ def _measure(
 
     before, begun_s = (server.cpu_s(), watcher.cpu_s()), time.monotonic()
     for part in announcers:
-        part.tell(do="change", seconds=options.busy_s, per_s=options.changes / len(announcers))
+        part.tell_to("change", seconds=options.busy_s, per_s=options.changes / len(announcers))
     changes = [change for part in announcers for change in part.answer()]
     busy_s = time.monotonic() - begun_s
     busy = [_percent(*each, busy_s) for each in _since(before, server, watcher)]
     latest = {worker: most for worker, most, _ in sorted(changes)}
-    missing += len(watcher.ask(do="wait", wanted=latest, timeout_s=ALL_SEEN_TIMEOUT_S))
-    delays_ms = delays(changes, watcher.ask(do="log"))
+    missing += len(watcher.ask_to("wait", wanted=latest, timeout_s=ALL_SEEN_TIMEOUT_S))
+    delays_ms = delays(changes, watcher.ask_to("log"))
     sizes = server.rss_bytes(), watcher.rss_bytes()
 
     server.kill()
     begun_s, before_s = time.monotonic(), watcher.cpu_s()
-    touched = [change for part in announcers for change in part.ask(do="touch")]
+    touched = [change for part in announcers for change in part.ask_to("touch")]
     time.sleep(max(0.0, options.down_s - (time.monotonic() - begun_s)))
     down = _percent(before_s, watcher.cpu_s(), time.monotonic() - begun_s)
     server.start()
     back_ns, before_s = time.monotonic_ns(), watcher.cpu_s()
     wanted = {worker: least for worker, least, _ in touched}
-    lost = len(watcher.ask(do="wait", wanted=wanted, timeout_s=BACK_TIMEOUT_S))
-    log = [] if lost else watcher.ask(do="log")
+    lost = len(watcher.ask_to("wait", wanted=wanted, timeout_s=BACK_TIMEOUT_S))
+    log = [] if lost else watcher.ask_to("log")
     return Sample(
         way=way.name,
         workers=len(names),
@@ -181,7 +182,9 @@ def delays(changes: list[Moment], log: list[Moment]) -> list[float]:
     return found
 
 
-def _since(before: tuple[float, float], server: Server, watcher: Part) -> list[tuple[float, float]]:
+def _since(
+    before: tuple[float, float], server: Server, watcher: LineProcess
+) -> list[tuple[float, float]]:
     return [(before[0], server.cpu_s()), (before[1], watcher.cpu_s())]
 
 

@@ -2,86 +2,29 @@
 
 import contextlib
 import json
-import os
-import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from benchmarks.line_process import LineProcess, ProcessFailed
 from benchmarks.process_tree import cpu_s, rss_bytes, tree_of
 from neuron_di.etcd.child import free_ports
 
 _REPO = Path(__file__).parent.parent
-_LOG_TAIL_CHARS = 3000
-START_TIMEOUT_S = 30.0
-_ANSWER_TIMEOUT_S = 150.0
-
-
-class PartFailed(Exception):
-    """Raised when a process of the benchmark does not do its part. Says what it printed last."""
-
-
-class Part:
-    """A process that takes commands, a line of JSON each, and answers each with one."""
-
-    def __init__(self, command: tuple[str, ...], log: TextIO) -> None:
-        self._log = log
-        self._process = subprocess.Popen(
-            command,
-            cwd=_REPO,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_REPO)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-
-    def tell(self, **command: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        """What it says to the oldest command, or `ready` once. PartFailed when it does not."""
-        assert self._process.stdout is not None
-        is_readable, _, _ = select.select([self._process.stdout], [], [], _ANSWER_TIMEOUT_S)
-        line = self._process.stdout.readline() if is_readable else ""
-        if not line:
-            self._log.seek(0)
-            raise PartFailed(f"no answer:\n{self._log.read()[-_LOG_TAIL_CHARS:]}")
-        return json.loads(line)
-
-    def ask(self, **command: Any) -> Any:
-        self.tell(**command)
-        return self.answer()
-
-    def cpu_s(self) -> float:
-        return cpu_s(self._process.pid)
-
-    def rss_bytes(self) -> int:
-        return rss_bytes(tree_of(self._process.pid))
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
 
 
 @contextlib.contextmanager
-def running(commands: list[tuple[str, ...]]) -> Iterator[list[Part]]:
+def running(commands: list[tuple[str, ...]]) -> Iterator[list[LineProcess]]:
     """Processes that take commands, ready. Ends them all."""
     with contextlib.ExitStack() as stack:
         parts = []
         for command in commands:
-            log = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-            parts.append(Part(command, log))
+            parts.append(LineProcess(command))
             stack.callback(parts[-1].end)
         for part in parts:
             part.answer()
@@ -150,7 +93,7 @@ def _etcd(folder: str, client: str, peer: str) -> tuple[str, ...]:
     """As `--etcd auto` starts it."""
     program = shutil.which("etcd")
     if program is None:
-        raise PartFailed("etcd is not installed: run .ci/install-etcd")
+        raise ProcessFailed("etcd is not installed: run .ci/install-etcd")
     return (
         program,
         "--name=bench",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.line_process import LineProcess
 from benchmarks.provenance import command_line, commit_description, machine_description
 from benchmarks.transfer_interference_report import (
     QUIET,
@@ -28,7 +29,6 @@ from benchmarks.transfer_interference_report import (
     write_report,
 )
 from benchmarks.transfer_mover import POOL_BYTES
-from benchmarks.transfer_process import LineProcess
 from benchmarks.transfer_steps import Step, model_steps
 from neuron_di.kv import KvIdentity
 from neuron_di.testing import write_random_checkpoint

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.contenders.transfer_segment import Settings
-from benchmarks.transfer_process import LineProcess
+from benchmarks.line_process import LineProcess
 from neuron_di.transfer_bench.measuring_end import MeasuringEnd
 from neuron_di.transfer_bench.places import Choice
 

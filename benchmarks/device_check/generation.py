@@ -2,7 +2,6 @@
 
 import json
 import random
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -78,15 +77,14 @@ class Sides:
 
     def _load(self, name: str, module: str) -> "ContenderProcess | None":
         try:
-            from benchmarks.contender_process import Contender, ContenderFailed, ContenderProcess
+            from benchmarks.contender_process import Contender, ContenderProcess
+            from benchmarks.line_process import ProcessFailed
         except ModuleNotFoundError as error:
             self.words.append(f"{name} was not measured: {error}.")
             return None
-        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - until __exit__
-        self._stack.enter_context(log)
         try:
-            process = ContenderProcess(Contender(name, module), self._settings, log)
-        except ContenderFailed as error:
+            process = ContenderProcess(Contender(name, module), self._settings)
+        except ProcessFailed as error:
             self.words.append(f"{name} was not measured: {str(error).strip().splitlines()[-1]}")
             return None
         self._stack.callback(process.end)

@@ -1,4 +1,4 @@
-"""A process of the transfer benchmark: it takes a command a line, and answers with one of JSON."""
+"""A process of a benchmark that takes a command a line, and answers with one of JSON."""
 
 import contextlib
 import json
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process_tree import cpu_s
+from benchmarks.process_tree import cpu_s, rss_bytes, tree_of
 
 _REPO = Path(__file__).parent.parent
-_ANSWER_TIMEOUT_S = 120.0
-_LOG_TAIL_CHARS = 2000
+_ANSWER_TIMEOUT_S = 150.0
+_LOG_TAIL_CHARS = 3000
 
 
 class ProcessFailed(Exception):
@@ -23,7 +23,7 @@ class ProcessFailed(Exception):
 
 
 class LineProcess:
-    """Owns the process: it is killed by `end`."""
+    """Owns the process: `end` kills it, and whatever it started."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - until `end`
@@ -31,12 +31,13 @@ class LineProcess:
         self._process = subprocess.Popen(
             command,
             cwd=_REPO,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_REPO)} | (environ or {}),
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (environ or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             start_new_session=True,
         )
+        self.pid = self._process.pid
 
     def tell(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -44,10 +45,10 @@ class LineProcess:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
-    def answer(self) -> Any:
-        """Of the oldest command. ProcessFailed when there is none."""
+    def answer(self, timeout_s: float | None = _ANSWER_TIMEOUT_S) -> Any:
+        """Of the oldest command. ProcessFailed when there is none; None: as long as it lives."""
         assert self._process.stdout is not None
-        is_readable, _, _ = select.select([self._process.stdout], [], [], _ANSWER_TIMEOUT_S)
+        is_readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline() if is_readable else b""
         if not line:
             self._log.seek(0)
@@ -64,10 +65,13 @@ class LineProcess:
 
     def cpu_s(self) -> float:
         """What it and its children have used so far."""
-        return cpu_s(self._process.pid)
+        return cpu_s(self.pid)
+
+    def rss_bytes(self) -> int:
+        return rss_bytes(tree_of(self.pid))
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.communicate()
         self._log.close()
