@@ -50,7 +50,7 @@ def record_of(worker: str, number: int) -> WorkerRecord:
         signal_host="10.0.0.1",
         signal_port=0,
         signal_key="a" * 40,
-        transfer="shm@0123abcd",
+        transfer=["shm@0123abcd"],
         started_unix_s=1_790_000_000.0,
         numerics="cpu-f32",
         connections=[f"prefill-{index}" for index in range(4)],

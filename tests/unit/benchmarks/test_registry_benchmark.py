@@ -3,6 +3,7 @@ import threading
 import pytest
 
 from benchmarks.registry import delays
+from benchmarks.registry_part import record_of
 from benchmarks.registry_plot import plot_registries
 from benchmarks.registry_report import (
     RegistryReport,
@@ -14,6 +15,7 @@ from benchmarks.registry_report import (
     write_report,
 )
 from benchmarks.registry_seen import Changes, Seen
+from neuron_di.wire import encode_json, record_decoder
 
 MS = 1_000_000
 
@@ -34,6 +36,11 @@ def report():
         for way, slow in (("etcd", 2.0), ("embedded", 40.0), ("seed's way", 1500.0)):
             report.samples.append(sample(way, 200, number, seen_p50_ms=slow * number))
     return report
+
+
+def test_a_directory_takes_the_records_that_are_announced():
+    record = record_of("decode-20000", 3)
+    assert record_decoder.decode(encode_json(record)) == record
 
 
 def test_a_change_is_seen_when_a_later_one_of_its_worker_is():
