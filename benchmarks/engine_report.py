@@ -1,6 +1,5 @@
 """The comparison of engines as a table in the terminal, as Markdown and as JSON."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from rich.table import Table
 
 from benchmarks.engine_rounds import Outcome
 from benchmarks.order_statistics import Spread
+from benchmarks.result_files import table_lines, write_results
 
 COLUMNS = ("phase", "engine", "tokens/s", "ours / it, wall", "ours / it, CPU")
 
@@ -77,13 +77,10 @@ def notes_of(report: EngineReport, outcome: Outcome) -> list[str]:
 
 
 def write_report(report: EngineReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(asdict(report), indent=1)
-    (folder / "engine.json").write_text(document + "\n", encoding="utf-8")
-    (folder / "engine.md").write_text(_markdown(report), encoding="utf-8")
+    write_results(folder, "engine", asdict(report), _markdown(report))
 
 
-def _markdown(report: EngineReport) -> str:
+def _markdown(report: EngineReport) -> list[str]:
     reading = (
         f"{report.num_rounds} rounds in which the engines took turns, each on {report.threads} "
         "core(s). Tokens/s are medians of wall time. `ours / it` is neuron-di's speed over that "
@@ -100,10 +97,10 @@ def _markdown(report: EngineReport) -> str:
         "![tokens per second by engine](engine.png)",
     ]
     for title, outcome in report.outcomes.items():
-        lines += ["", f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|---|---|---:|---:|---:|"]
-        lines += [f"| {' | '.join(row)} |" for row in rows_of(report, outcome)]
+        table = table_lines(COLUMNS, rows_of(report, outcome), left=(0, 1))
+        lines += ["", f"## {title}", "", *table]
         lines += ["", *(f"- {note}" for note in notes_of(report, outcome))]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _ratio(spread: Spread) -> str:

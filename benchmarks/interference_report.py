@@ -1,6 +1,5 @@
 """What a long prompt did to the streams that were running: numbers, Markdown and JSON."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from rich.table import Table
 
 from benchmarks.interference_client import Arrival
 from benchmarks.order_statistics import Spread, percentile
+from benchmarks.result_files import table_lines, write_results
 
 PROMISED_RATIO = 2.0  # 1P1D: the largest gap stays below this many medians
 COLUMNS = (
@@ -123,19 +123,16 @@ def print_report(console: Console, report: InterferenceReport) -> None:
 
 
 def write_report(report: InterferenceReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(asdict(report), indent=1)
-    (folder / "interference.json").write_text(document + "\n", encoding="utf-8")
-    (folder / "interference.md").write_text(_markdown(report), encoding="utf-8")
+    write_results(folder, "interference", asdict(report), _markdown(report))
 
 
-def _markdown(report: InterferenceReport) -> str:
+def _markdown(report: InterferenceReport) -> list[str]:
     num_rounds = max(len(rounds) for rounds in report.rounds.values())
     reading = (
         f"{report.scene}. Seen from the client, in {num_rounds} rounds in which the set-ups took "
         "turns: median (least to most)."
     )
-    lines = [
+    return [
         "# A long prompt arrives",
         "",
         f"Made by `{report.command}` on {report.machine}.",
@@ -144,15 +141,12 @@ def _markdown(report: InterferenceReport) -> str:
         "",
         *(f"- {name}: {placement}" for name, placement in report.placements.items()),
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---|" + "---:|" * (len(COLUMNS) - 1),
-        *(f"| {' | '.join(row)} |" for row in rows_of(report)),
+        *table_lines(COLUMNS, rows_of(report)),
         "",
         report.verdict()[1],
         "",
         "![ITL over time in both set-ups](interference.png)",
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _ms(durations_s: list[float]) -> str:

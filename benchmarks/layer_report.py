@@ -1,16 +1,15 @@
 """What it brings to let KV leave layer by layer: times as the client has them, on by off."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.order_statistics import Spread
+from benchmarks.printed_table import print_table
+from benchmarks.result_files import table_lines, write_results
 
 OFF, ON = "off", "on"
 STREAMED = "streamed"
@@ -229,20 +228,12 @@ def _shown(spread: Spread, form: str) -> str:
 def print_report(console: Console, report: LayerReport) -> None:
     tables = ((RATIO_COLUMNS, ratio_rows(report)), (TIME_COLUMNS, time_rows(report)))
     for columns, rows in tables:
-        table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        print_table(console, columns, rows)
     for line in verdict(report):
         console.print(line)
 
 
 def write_report(report: LayerReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(asdict(report))
-    (folder / "layer_streaming.json").write_text(document + "\n", encoding="utf-8")
     num_rounds = 1 + max(turn.round for turn in report.turns)
     lines = [
         "# KV layer by layer, or whole",
@@ -253,19 +244,10 @@ def write_report(report: LayerReport, folder: Path) -> None:
         "",
         LEGEND.format(scene=report.scene, num=num_rounds),
         "",
-        *_markdown(RATIO_COLUMNS, ratio_rows(report)),
+        *table_lines(RATIO_COLUMNS, ratio_rows(report)),
         "",
-        *_markdown(TIME_COLUMNS, time_rows(report)),
+        *table_lines(TIME_COLUMNS, time_rows(report)),
         "",
         "![On by off, between the first and the second token](layer_streaming.png)",
     ]
-    text = "\n".join(lines) + "\n"
-    (folder / "layer_streaming.md").write_text(text, encoding="utf-8")
-
-
-def _markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    return [
-        f"| {' | '.join(columns)} |",
-        "|---|" + "---:|" * (len(columns) - 1),
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+    write_results(folder, "layer_streaming", asdict(report), lines, indent=None)

@@ -6,7 +6,6 @@ Exit code 1 when goodput at the highest load is below 80 % of its peak, or an an
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -16,13 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import aiohttp
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Column, Table
 
 from benchmarks.order_statistics import percentile
 from benchmarks.overload_plot import plot_overload
+from benchmarks.printed_table import print_table
 from benchmarks.provenance import command_line, commit_description, machine_description
+from benchmarks.result_files import table_lines, write_results
 from neuron_di.config import EngineOptions, LimitOptions, LogOptions, ServeOptions
 from neuron_di.serve import Fleet
 from neuron_di.testing import write_random_checkpoint
@@ -237,10 +236,8 @@ def main() -> int:
         write_random_checkpoint(model, "llama", size=options.model)
         loads = asyncio.run(measure(model, options))
     is_kept, words = verdict(loads)
-    table = Table(*(Column(name, justify="right") for name in COLUMNS), box=SIMPLE)
-    for load in loads:
-        table.add_row(*row_of(load))
-    console.print(table)
+    table = COLUMNS, [row_of(load) for load in loads]
+    print_table(console, *table, left=())
     console.print(f"[dim]{LEGEND}.[/dim]")
     console.print(words)
     lines = [
@@ -252,23 +249,17 @@ def main() -> int:
         "",
         "![What became of requests, and how long it took](overload.png)",
         "",
-        "| " + " | ".join(COLUMNS) + " |",
+        *table_lines(*table, left=()),
+        "",
+        f"{LEGEND}.",
     ]
-    lines += ["|" + "---:|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(row_of(load)) + " |" for load in loads]
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "overload.md").write_text(
-        "\n".join([*lines, "", f"{LEGEND}.", ""]), encoding="utf-8"
-    )
     document = {
         "command": command,
         "machine": machine,
         "commit": commit,
         "loads": [asdict(load) for load in loads],
     }
-    (options.results / "overload.json").write_text(
-        json.dumps(document, indent=2) + "\n", encoding="utf-8"
-    )
+    write_results(options.results, "overload", document, lines, indent=2)
     picture = options.results / "overload.png"
     plot_overload(loads, PROMISED_SHARE, FIRST_TOKEN_S_MAX, machine, picture)
     console.print(f"written: overload.md, .json, .png in {options.results}")

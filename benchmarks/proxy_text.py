@@ -1,6 +1,5 @@
 """The proxy benchmark's results for readers: a terminal, Markdown and JSON."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from benchmarks.proxy_report import (
     shortfalls,
     stream_rows,
 )
+from benchmarks.result_files import table_lines, write_results
 
 
 class Page(NamedTuple):
@@ -74,13 +74,10 @@ def print_report(console: Console, report: ProxyReport) -> None:
 
 
 def write_report(report: ProxyReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(asdict(report), indent=1)
-    (folder / "proxy.json").write_text(document + "\n", encoding="utf-8")
-    (folder / "proxy.md").write_text(_markdown(report), encoding="utf-8")
+    write_results(folder, "proxy", asdict(report), _markdown(report))
 
 
-def _markdown(report: ProxyReport) -> str:
+def _markdown(report: ProxyReport) -> list[str]:
     num_rounds = max(each.round for each in report.samples)
     reading = (
         f"Stub workers make a token per stream every {report.tick_ms:g} ms, the first one "
@@ -109,21 +106,14 @@ def _markdown(report: ProxyReport) -> str:
         f"{_idle(report)}.",
     ]
     for page in pages_of(report):
-        lines += ["", f"## {page.title}", "", *_table(page)]
-    return "\n".join(lines) + "\n"
+        table = table_lines(page.columns, page.rows, left=range(page.num_left))
+        lines += ["", f"## {page.title}", "", *table]
+    return lines
 
 
 def _idle(report: ProxyReport) -> str:
     shares = (f"{name} {share:.1f} %" for name, share in report.idle_percent.items())
     return f"CPU that each takes of a core while nothing is asked: {', '.join(shares)}"
-
-
-def _table(page: Page) -> list[str]:
-    return [
-        f"| {' | '.join(page.columns)} |",
-        "|" + "---|" * page.num_left + "---:|" * (len(page.columns) - page.num_left),
-        *(f"| {' | '.join(row)} |" for row in page.rows),
-    ]
 
 
 def _print_table(console: Console, page: Page) -> None:

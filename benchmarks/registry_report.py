@@ -1,15 +1,14 @@
 """What a registry costs: medians over rounds, ratios within rounds, and what is concluded."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.order_statistics import Spread
+from benchmarks.printed_table import print_table
+from benchmarks.result_files import table_lines, write_results
 
 OURS = "etcd"
 SEEN_MS_MAX = 1000.0  # a worker serves within a second of being ready: less than that to be seen
@@ -166,26 +165,18 @@ LEGEND = (
 
 def print_report(console: Console, report: RegistryReport) -> None:
     for columns, rows in ((RATIO_COLUMNS, ratio_rows(report)), (COLUMNS, rows_of(report))):
-        table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="left" if index == 1 else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        print_table(console, columns, rows, left=(1,))
     console.print(verdict(report))
 
 
 def write_report(report: RegistryReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(asdict(report), indent=1)
-    (folder / "registry.json").write_text(document + "\n", encoding="utf-8")
-    (folder / "registry.md").write_text(_markdown(report), encoding="utf-8")
+    write_results(folder, "registry", asdict(report), _markdown(report))
 
 
-def _markdown(report: RegistryReport) -> str:
+def _markdown(report: RegistryReport) -> list[str]:
     num_rounds = max(each.round for each in report.samples)
     made = f"Made in {report.took_s / 60:.0f} minutes by `{report.command}` on {report.machine}"
-    lines = [
+    return [
         "# What it costs to know the workers",
         "",
         f"{made}, at commit {report.commit}.",
@@ -201,18 +192,9 @@ def _markdown(report: RegistryReport) -> str:
         "",
         "## Ours with etcd / the others, within rounds: median (range)",
         "",
-        *_table(RATIO_COLUMNS, ratio_rows(report)),
+        *table_lines(RATIO_COLUMNS, ratio_rows(report), left=(1,)),
         "",
         "## All",
         "",
-        *_table(COLUMNS, rows_of(report)),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        f"| {' | '.join(columns)} |",
-        "|---:|---|" + "---:|" * (len(columns) - 2),
-        *(f"| {' | '.join(row)} |" for row in rows),
+        *table_lines(COLUMNS, rows_of(report), left=(1,)),
     ]

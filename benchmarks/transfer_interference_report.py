@@ -1,14 +1,13 @@
 """What a transfer costs those who compute: step times in spells with it, by those without."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.order_statistics import Spread, percentile
+from benchmarks.printed_table import print_table
+from benchmarks.result_files import table_lines, write_results
 
 QUIET = "quiet"
 ENGINES = ("shm", "tcp")
@@ -120,19 +119,11 @@ def rows_of(report: TransferInterferenceReport) -> list[tuple[str, ...]]:
 
 
 def print_report(console: Console, report: TransferInterferenceReport) -> None:
-    table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if index > 1 else "left")
-    for row in rows_of(report):
-        table.add_row(*row)
-    console.print(table)
+    print_table(console, COLUMNS, rows_of(report), left=(0, 1))
     console.print(verdict(report))
 
 
 def write_report(report: TransferInterferenceReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(asdict(report))
-    (folder / "transfer_interference.json").write_text(document + "\n", encoding="utf-8")
     num_spells = len(report.of("decode", QUIET))
     lines = [
         "# What a transfer costs those who compute",
@@ -143,9 +134,6 @@ def write_report(report: TransferInterferenceReport, folder: Path) -> None:
         "",
         LEGEND.format(num=num_spells, shape=report.shape),
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---|---|" + "---:|" * (len(COLUMNS) - 2),
-        *(f"| {' | '.join(row)} |" for row in rows_of(report)),
+        *table_lines(COLUMNS, rows_of(report), left=(0, 1)),
     ]
-    text = "\n".join(lines) + "\n"
-    (folder / "transfer_interference.md").write_text(text, encoding="utf-8")
+    write_results(folder, "transfer_interference", asdict(report), lines, indent=None)

@@ -1,15 +1,14 @@
 """What moving KV costs: medians over rounds, ratios within rounds, and what is concluded."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.order_statistics import Spread
+from benchmarks.printed_table import print_table
+from benchmarks.result_files import table_lines, write_results
 from benchmarks.transfer_ways import SetUp
 
 SHM, TCP, HANDOVER = "shm", "tcp", "handover"
@@ -256,21 +255,12 @@ TABLES: tuple[Callable[[TransferReport], Rows], ...] = (
 
 def print_report(console: Console, report: TransferReport) -> None:
     for make in TABLES:
-        headings, rows = make(report)
-        table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
-        for index, heading in enumerate(headings):
-            table.add_column(heading, justify="right" if index else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        print_table(console, *make(report))
     console.print(verdict(report))
 
 
 def write_report(report: TransferReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(asdict(report), indent=1)
-    (folder / "transfer.json").write_text(document + "\n", encoding="utf-8")
-    (folder / "transfer.md").write_text(_markdown(report), encoding="utf-8")
+    write_results(folder, "transfer", asdict(report), _markdown(report))
 
 
 LEGEND = (
@@ -285,7 +275,7 @@ LEGEND = (
 )
 
 
-def _markdown(report: TransferReport) -> str:
+def _markdown(report: TransferReport) -> list[str]:
     num_rounds = max(cell.round for cell in report.cells)
     made = f"Made in {report.took_s / 60:.0f} minutes by `{report.command}` on {report.machine}"
     beside = f"Beside {' and '.join(report.others)}." if report.others else ""
@@ -299,10 +289,7 @@ def _markdown(report: TransferReport) -> str:
         "![Speed of each way as a part of memcpy's](transfer.png)",
         "",
         LEGEND,
-        "",
     ]
     for make in TABLES:
-        headings, rows = make(report)
-        lines += [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
-        lines += [f"| {' | '.join(row)} |" for row in rows] + [""]
-    return "\n".join(lines)
+        lines += ["", *table_lines(*make(report))]
+    return lines

@@ -7,7 +7,6 @@ the same requests. See benchmarks/README.md. Exit code 1 when it costs more than
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from rich.table import Table
 from benchmarks.interference_client import Client, random_prompt
 from benchmarks.order_statistics import Spread
 from benchmarks.provenance import command_line, commit_description, machine_description
+from benchmarks.result_files import table_lines, write_results
 from benchmarks.verification_plot import plot_verification
 from neuron_di.config import EngineOptions, LogOptions, ServeOptions
 from neuron_di.models import ModelSpec
@@ -157,9 +157,6 @@ def print_table(console: Console, series: list[Series]) -> None:
 
 
 def write(series: list[Series], command: str, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = json.dumps([asdict(each) for each in series], indent=1)
-    (folder / "verification.json").write_text(document + "\n", encoding="utf-8")
     lines = [
         "# Verified KV: what it costs",
         "",
@@ -169,9 +166,7 @@ def write(series: list[Series], command: str, folder: Path) -> None:
         "",
         "Blocks change owner, no byte moves.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---|" + "---:|" * (len(COLUMNS) - 1),
-        *(f"| {' | '.join(each.row(with_ranges=True))} |" for each in series),
+        *table_lines(COLUMNS, [each.row(with_ranges=True) for each in series]),
         "",
         "*digest*: by the prefill worker; *verify*: by the decode worker; then both together.",
         "",
@@ -179,7 +174,7 @@ def write(series: list[Series], command: str, folder: Path) -> None:
         "",
         "![Share of TTFT by size of the KV](verification.png)",
     ]
-    (folder / "verification.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_results(folder, "verification", [asdict(each) for each in series], lines)
     shares = {
         f"{each.model}, {each.prompt_tokens:,} tokens": [100 * s.share() for s in each.samples]
         for each in series
