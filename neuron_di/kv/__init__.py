@@ -7,7 +7,7 @@ from neuron_di.kv.geometry import KvGeometry, Strides
 from neuron_di.kv.holds import SETTLE_S
 from neuron_di.kv.kv_map import KvMap
 from neuron_di.kv.layout import DTYPE_BYTES, KvLayout
-from neuron_di.kv.neuron_copies import DeviceKv, HandleTensor
+from neuron_di.kv.neuron_copies import DeviceKv
 from neuron_di.kv.neuron_pool import NeuronPool
 from neuron_di.kv.ownership import Group
 from neuron_di.kv.placement import place_on_host
@@ -32,7 +32,6 @@ __all__ = [
     "BlockIds",
     "DeviceKv",
     "Group",
-    "HandleTensor",
     "KvGeometry",
     "KvIdentity",
     "KvLayout",

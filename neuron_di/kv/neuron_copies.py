@@ -79,35 +79,6 @@ class ManyAtOnce(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class HandleTensor:
-    """A tensor of the runtime itself, as a DeviceTensor."""
-
-    nrt: "NrtTensor"
-
-    @property
-    def num_bytes(self) -> int:
-        return self.nrt.num_bytes
-
-    @property
-    def core(self) -> int:
-        return self.nrt.core
-
-    @property
-    def torch_tensor(self) -> None:
-        """There is none."""
-
-    @property
-    def address(self) -> int:
-        return self.nrt.address
-
-    def read(self, offset: int, into: memoryview) -> None:
-        self.nrt.read(offset, into)
-
-    def write(self, offset: int, data: memoryview) -> None:
-        self.nrt.write(offset, data)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceKv:
     """A device's KV: slot i is block i. Borrowed: whoever allocated the tensors frees them.

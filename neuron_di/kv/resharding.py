@@ -61,11 +61,6 @@ class Resharding:
         self._used_landing_rows = _used_rows(self.landing)
         self._landing_rows, self._destination_rows = _row_pairs(self.landing, destination)
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether blocks can move as they are."""
-        return self.source == self.destination
-
     def landing_bytes(self, num_tokens: int) -> int:
         """Bytes of landing memory that this many tokens need."""
         return self.landing.num_blocks_for(num_tokens) * self.landing.block_bytes

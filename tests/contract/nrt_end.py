@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from neuron_di.kv import DeviceKv, HandleTensor, KvGeometry, KvLayout, KvMap, NeuronPool
+from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvMap, NeuronPool
 from neuron_di.kv.geometry import Order
 from neuron_di.kv.neuron_copies import DeviceTensor
 from neuron_di.transfer.nrt_engine import NrtEngine
@@ -231,7 +231,7 @@ def make_pool(
         runtime.allocate(num_bytes, ranks[number], f"kv-{number}")
         for number, num_bytes in sorted(geometry.tensor_bytes().items())
     ]
-    tensors: Sequence[DeviceTensor] = [HandleTensor(handle) for handle in handles]
+    tensors: Sequence[DeviceTensor] = [_Tensor(handle, nrt=handle) for handle in handles]
     if classes is not None:
         tensors = _as_pytorch(place, runtime, handles, classes)
     device = DeviceKv(
@@ -245,12 +245,13 @@ def make_pool(
 
 
 @dataclass(frozen=True, slots=True)
-class _OfPyTorch:
-    """A tensor that shows no handle. Copies to and from the host are the runtime's, for speed."""
+class _Tensor:
+    """One that shows its handle, or is PyTorch's and shows none. Copies to and from the host are
+    the runtime's, for speed."""
 
-    torch_tensor: Any
     handle: NrtTensor
-    nrt: None = None
+    nrt: NrtTensor | None = None
+    torch_tensor: Any = None
 
     @property
     def num_bytes(self) -> int:
@@ -287,7 +288,9 @@ def _as_pytorch(
 
     place.closed = ClosedNeuron(lambda: runtime, classes)
     shown = [StateOfModel(handle, (handle.num_bytes,), torch.uint8) for handle in handles]
-    return [_OfPyTorch(tensor, handle) for tensor, handle in zip(shown, handles, strict=True)]
+    return [
+        _Tensor(handle, torch_tensor=tensor) for tensor, handle in zip(shown, handles, strict=True)
+    ]
 
 
 def make_torch_pool(layout: KvLayout, num_blocks: int, incarnation: Incarnation) -> SimulatedPool:

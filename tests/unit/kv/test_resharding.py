@@ -195,9 +195,6 @@ def test_runs_into_landing_memory_are_as_few_as_can_be(layout, num_tokens, expec
 
 def test_numbers_are_converted_only_from_one_format_to_another():
     """NaN keeps its bits where nothing is converted."""
-    assert Resharding(LAYOUT, replace(LAYOUT)).is_identity
-    assert not Resharding(LAYOUT, replace(LAYOUT, dtype="float16")).is_identity
-    assert not Resharding(LAYOUT, replace(LAYOUT, num_ranks=2)).is_identity
     landing = np.full(LAYOUT.block_bytes, 0xFF, np.uint8)
     own = np.zeros(LAYOUT.block_bytes, np.uint8)
     other = replace(LAYOUT, num_ranks=2)
