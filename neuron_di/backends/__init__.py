@@ -1,7 +1,7 @@
 """Devices behind one interface. Each backend is imported only when it is opened."""
 
 from neuron_di.backends.backend import Backend, LayerHook
-from neuron_di.backends.memory import MemoryPlan, available_memory_bytes, plan_memory
+from neuron_di.backends.memory import MemoryPlan, plan_memory
 from neuron_di.backends.open_backend import (
     BackendOptions,
     DevicePlan,
@@ -15,7 +15,6 @@ __all__ = [
     "DevicePlan",
     "LayerHook",
     "MemoryPlan",
-    "available_memory_bytes",
     "open_backend",
     "plan_device",
     "plan_memory",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_di.backends.memory import available_memory_bytes
+from neuron_di.config import available_memory_bytes
 from neuron_di.errors import ConfigError
 from neuron_di_bindings.cuda_runtime import CudaRuntime
 

@@ -1,8 +1,6 @@
 """What a worker's model and KV pool need, said before anything is loaded."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from neuron_di.errors import ConfigError
 from neuron_di.kv import DTYPE_BYTES, KvLayout, segment_bytes
@@ -84,49 +82,6 @@ def _rank_workspace(spec: ModelSpec, dtype: str, chunk: int, context: int) -> in
     angles = spec.head_dim * context * 4
     workspace = chunk * (2 * spec.hidden + widest) * size + keys * size + angles
     return workspace + chunk * context * (1 + size) + _LOGIT_ROWS * spec.num_vocab * 4
-
-
-def available_memory_bytes(
-    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int:
-    """Memory this process may still take: the machine's, or less where a cgroup limits it."""
-    return min((_machine_bytes(proc), *_cgroup_bytes(proc, cgroup)))
-
-
-def _machine_bytes(proc: Path) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise ConfigError(f"{proc / 'meminfo'} does not say how much memory is available")
-
-
-def _cgroup_bytes(proc: Path, cgroup: Path) -> Iterator[int]:
-    """What each limit on this process leaves, from its own cgroup (version 2 or 1) to the root."""
-    membership = proc / "self/cgroup"
-    lines = membership.read_text().splitlines() if membership.is_file() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, used, cache = cgroup, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root = cgroup / "memory"
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        group = root / path.strip("/")
-        for folder in (group, *group.parents):
-            # In a container the path may be the host's: what is not there is skipped.
-            text = (folder / limit).read_text().strip() if (folder / limit).is_file() else "max"
-            if text != "max":
-                stat = dict(
-                    row.split() for row in (folder / "memory.stat").read_text().splitlines()
-                )
-                free_bytes = int(text) - int((folder / used).read_text())
-                yield max(0, free_bytes + int(stat.get(cache, 0)))
-            if folder == root:
-                break
 
 
 def _text(num_bytes: int) -> str:

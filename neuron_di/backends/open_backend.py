@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from neuron_di.backends.backend import Backend
-from neuron_di.backends.memory import MemoryPlan, available_memory_bytes, plan_memory
-from neuron_di.config import EngineOptions
+from neuron_di.backends.memory import MemoryPlan, plan_memory
+from neuron_di.config import EngineOptions, available_memory_bytes
 from neuron_di.errors import ConfigError
 from neuron_di.kv import KvLayout, KvPool
 from neuron_di.models import LoadProgress, ModelSpec, require_divisible

@@ -1,5 +1,6 @@
 """What a process is told at its start: typed options from flags, environment and a TOML file."""
 
+from neuron_di.config.available_memory import available_memory_bytes
 from neuron_di.config.cpu_cores import usable_cores
 from neuron_di.config.cuda import CudaOptions
 from neuron_di.config.descriptor_limit import raise_descriptor_limit
@@ -53,6 +54,7 @@ __all__ = [
     "WorkerAddressOptions",
     "WorkerOptions",
     "add_flags",
+    "available_memory_bytes",
     "cannot_listen",
     "child_environment",
     "flags_of",

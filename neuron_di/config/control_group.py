@@ -6,12 +6,17 @@ absolute path, or None where there is no such file.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 Read = Callable[[str], str | None]
 
 _ROOT = PurePosixPath("/sys/fs/cgroup")
 _NO_LIMIT_FROM = 1 << 62  # version 1 says the most that it can count, in whole pages
+# Of version 2 and of 1: the kind, the files that say the limit and the use, a row of memory.stat.
+_MEMORY = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def core_quota(read: Read) -> float | None:
@@ -33,18 +38,46 @@ def core_quota(read: Read) -> float | None:
 
 def memory_limit(read: Read) -> int | None:
     """In bytes; None: all there is."""
-    texts = (*_texts(read, "memory.max"), *_texts(read, "memory.limit_in_bytes", "memory"))
+    texts = (text for kind, limit, *_ in _MEMORY for text in _texts(read, limit, kind))
     limits = [int(text) for text in texts if text.isdecimal()]
     return min((limit for limit in limits if limit < _NO_LIMIT_FROM), default=None)
 
 
+def memory_left(read: Read) -> int | None:
+    """In bytes, what the tightest limit leaves; None: all there is.
+
+    Files that are kept in memory, and were not used of late, make room.
+    """
+    left = []
+    for kind, limit, used, droppable in _MEMORY:
+        for folder in _folders(read, kind):
+            text = read(f"{folder}/{limit}")
+            if text is not None and text.isdecimal() and int(text) < _NO_LIMIT_FROM:
+                rows = (read(f"{folder}/memory.stat") or "").splitlines()
+                freed_bytes = int(dict(row.split() for row in rows).get(droppable, 0))
+                used_bytes = int(read(f"{folder}/{used}") or 0) - freed_bytes
+                left.append(max(0, int(text) - used_bytes))
+    return min(left, default=None)
+
+
+def text_of(path: str) -> str | None:
+    """A `read` of this machine's files."""
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+
+
 def _texts(read: Read, name: str, kind: str = "") -> Iterator[str]:
-    """A file of this process's group, and of all groups above it: of version 1 with a `kind`."""
+    """A file of each of those."""
+    texts = (read(f"{folder}/{name}") for folder in _folders(read, kind))
+    return (text for text in texts if text is not None)
+
+
+def _folders(read: Read, kind: str) -> Iterator[PurePosixPath]:
+    """Of this process's group, and of all groups above it: of version 1 with a `kind`."""
     group = _group(read, kind)
-    for folder in (group, *group.parents):
-        text = read(str(_ROOT / kind / folder.relative_to("/") / name))
-        if text is not None:
-            yield text
+    return (_ROOT / kind / each.relative_to("/") for each in (group, *group.parents))
 
 
 def _group(read: Read, kind: str) -> PurePosixPath:

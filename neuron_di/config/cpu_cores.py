@@ -1,19 +1,11 @@
 """How many CPU cores this process may keep busy."""
 
 import os
-from pathlib import Path
 
-from neuron_di.config.control_group import Read, core_quota
-
-
-def _text_of(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return None
+from neuron_di.config.control_group import Read, core_quota, text_of
 
 
-def usable_cores(read: Read = _text_of) -> int:
+def usable_cores(read: Read = text_of) -> int:
     """The cores that this process may run on, or fewer where a control group grants less time.
 
     More threads than that only wait for each other: with a quota of two cores, as of a container,

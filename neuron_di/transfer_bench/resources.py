@@ -3,18 +3,18 @@
 import re
 from pathlib import Path
 
+from neuron_di.config import available_memory_bytes
 from neuron_di.errors import ConfigError
 
 _SPARED = 4  # one part of so many of the memory that is there stays free
 REGION_BYTES_MIN, REGION_BYTES_MAX = 128 << 20, 512 << 20
-_MEMORY = Path("/proc/meminfo")
 _CACHE_SIZES = "sys/devices/system/cpu/cpu0/cache/index*/size"
 _REGIONS = 4  # a pool at each end, and two that memcpy uses
 
 
 def require_room(num_bytes: int) -> None:
     """ConfigError where so much memory would leave too little to others."""
-    available_bytes = _available_bytes()
+    available_bytes = available_memory_bytes()
     if num_bytes > available_bytes - available_bytes // _SPARED:
         raise ConfigError(
             f"a pool of {num_bytes >> 20:,} MiB is too large: "
@@ -28,7 +28,7 @@ def region_bytes() -> int:
     A transfer that finds other places each time then finds them in memory.
     """
     wanted_bytes = min(max(2 * _cache_bytes(), REGION_BYTES_MIN), REGION_BYTES_MAX)
-    return min(wanted_bytes, _available_bytes() // (2 * _REGIONS)) >> 20 << 20
+    return min(wanted_bytes, available_memory_bytes() // (2 * _REGIONS)) >> 20 << 20
 
 
 def _cache_bytes() -> int:
@@ -36,11 +36,3 @@ def _cache_bytes() -> int:
     texts = [path.read_text(encoding="ascii") for path in Path("/").glob(_CACHE_SIZES)]
     sizes = [re.fullmatch(r"([0-9]{1,9})K\s*", text) for text in texts]
     return max((int(size[1]) << 10 for size in sizes if size), default=0)
-
-
-def _available_bytes() -> int:
-    """As the kernel estimates it. A container's limit may be lower."""
-    found = re.search(r"^MemAvailable:\s*([0-9]+) kB$", _MEMORY.read_text("ascii"), re.MULTILINE)
-    if found is None:
-        raise ConfigError(f"{_MEMORY} does not say how much memory is available")
-    return int(found[1]) << 10

@@ -5,9 +5,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from neuron_di.backends import available_memory_bytes
 from neuron_di.clock import Deadline, now_s, unix_s
-from neuron_di.config import WorkerOptions
+from neuron_di.config import WorkerOptions, available_memory_bytes
 from neuron_di.core import (
     BlockPool,
     CombinedScheduler,

@@ -2,12 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from neuron_di.backends import MemoryPlan, available_memory_bytes, plan_memory
+from neuron_di.backends import MemoryPlan, plan_memory
 from neuron_di.errors import ConfigError
 from neuron_di.models import ModelSpec
-
-MEMINFO = "MemTotal:       8000000 kB\nMemFree: 1 kB\nMemAvailable:    4000000 kB\n"
-GIB = 1 << 30
 
 
 def plan_of(folder: Path, num_blocks: int) -> MemoryPlan:
@@ -44,59 +41,6 @@ def test_a_model_too_large_alone_is_said(llama_folder: Path) -> None:
     assert plan.max_blocks(1 << 20) == 0
     with pytest.raises(ConfigError, match="whatever the number of blocks"):
         plan.require_fits(1 << 20)
-
-
-def make_proc(folder: Path, membership: str) -> Path:
-    proc = folder / "proc"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(MEMINFO)
-    (proc / "self/cgroup").write_text(membership)
-    return proc
-
-
-def make_group(folder: Path, **files: object) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name.replace("__", ".")).write_text(f"{content}\n")
-
-
-def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
-    proc, cgroup = make_proc(tmp_path, "0::/a/b\n"), tmp_path / "cgroup"
-    make_group(cgroup / "a/b", memory__max="max")
-    assert available_memory_bytes(proc, cgroup) == 4_000_000 * 1024
-
-
-def test_the_tightest_limit_up_to_the_root_counts(tmp_path: Path) -> None:
-    proc, cgroup = make_proc(tmp_path, "0::/a/b\n"), tmp_path / "cgroup"
-    make_group(cgroup / "a/b", memory__max="max")
-    make_group(
-        cgroup / "a",
-        memory__max=2 * GIB,
-        memory__current=3 * GIB // 2,
-        memory__stat=f"anon 5\ninactive_file {GIB // 4}",
-    )
-    assert available_memory_bytes(proc, cgroup) == 3 * GIB // 4
-
-
-def test_version_1_and_a_path_that_only_the_host_knows(tmp_path: Path) -> None:
-    proc, cgroup = make_proc(tmp_path, "5:cpu,memory:/docker/1234\n0::/x\n"), tmp_path / "cgroup"
-    make_group(
-        cgroup / "memory",
-        memory__limit_in_bytes=GIB,
-        memory__usage_in_bytes=GIB // 2,
-        memory__stat="total_inactive_file 0",
-    )
-    assert available_memory_bytes(proc, cgroup) == GIB // 2
-
-
-def test_over_the_limit_is_nothing_not_less(tmp_path: Path) -> None:
-    proc, cgroup = make_proc(tmp_path, "0::/\n"), tmp_path / "cgroup"
-    make_group(cgroup, memory__max=GIB, memory__current=2 * GIB, memory__stat="inactive_file 0")
-    assert available_memory_bytes(proc, cgroup) == 0
-
-
-def test_this_machine_answers() -> None:
-    assert available_memory_bytes() > 1 << 20
 
 
 def test_a_plan_counts_every_rank(llama_folder: Path) -> None:
