@@ -13,11 +13,11 @@ from kernel_kit import (
     int32,
     randn,
 )
+from reference_kernels import attend_reference
 
 from neuron_di.backends.cuda_kernels import (
     INVARIANT_SPLITS,
     attend_decode,
-    attend_reference,
     num_decode_splits,
 )
 

@@ -4,16 +4,18 @@ import torch
 pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 from kernel_kit import DTYPES, assert_close, assert_same_bits, randn
+from reference_kernels import (
+    add_and_norm_reference_,
+    linear_reference,
+    rms_norm_reference,
+    silu_and_multiply_reference,
+)
 
 from neuron_di.backends.cuda_kernels import (
     add_and_norm_,
-    add_and_norm_reference_,
     invariant_linear,
-    linear_reference,
     rms_norm,
-    rms_norm_reference,
     silu_and_multiply,
-    silu_and_multiply_reference,
 )
 
 ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,8 +13,9 @@ from kernel_kit import (
     int32,
     randn,
 )
+from reference_kernels import attend_reference
 
-from neuron_di.backends.cuda_kernels import attend_prefill, attend_reference
+from neuron_di.backends.cuda_kernels import attend_prefill
 
 
 def queries(num_rows, num_heads, kv):

@@ -7,12 +7,12 @@ import torch
 pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 from kernel_kit import DEVICE
+from reference_kernels import choose_reference
 
 from neuron_di.backends.cuda_kernels import (
     DrawRules,
     choose,
     choose_greedy,
-    choose_reference,
     draw_kernel,
 )
 from neuron_di.engine.sampler import _draw

@@ -4,8 +4,9 @@ import torch
 pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 from kernel_kit import DEVICE, DTYPES, NOWHERE, assert_close, assert_same_bits, int32, randn
+from reference_kernels import write_kv_reference_
 
-from neuron_di.backends.cuda_kernels import write_kv_, write_kv_reference_
+from neuron_di.backends.cuda_kernels import write_kv_
 from neuron_di.models.rope import RopeSpec
 
 NUM_KV_HEADS = 2
