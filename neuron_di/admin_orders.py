@@ -14,8 +14,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
     Unauthorized,
 )
-from neuron_di.proxy_answers import not_let_in
-from neuron_di.proxy_call import call_proxy, no_answer
+from neuron_di.proxy_call import call_proxy, no_answer, not_let_in
 from neuron_di_proxy.admin_order import AdminLine
 
 LINE_TIMEOUT_S = 30.0  # a line comes each second, or two

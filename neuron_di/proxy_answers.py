@@ -7,7 +7,7 @@ import msgspec
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import Forbidden, PeerGone, RemoteProtocolError, Unauthorized
-from neuron_di.proxy_call import call_proxy, no_answer
+from neuron_di.proxy_call import call_proxy, no_answer, not_let_in
 from neuron_di_proxy.status import StatusReport
 
 ANSWER_TIMEOUT_S = 5.0
@@ -47,13 +47,6 @@ def ask(url: str, path: str, key: str | None) -> bytes:
     except (OSError, http.client.HTTPException) as error:
         raise no_answer(url, error) from None
     return bytes(body)
-
-
-def not_let_in(url: str, key: str | None) -> Unauthorized:
-    """What to say of a proxy's 401."""
-    if key is None:
-        return Unauthorized(f"{url} wants an API key: set KEY_NEURON_DI, or give --key")
-    return Unauthorized(f"{url} does not accept this API key: it is unknown, revoked or expired")
 
 
 def ask_status(url: str, key: str | None) -> tuple[StatusReport, bytes]:

@@ -8,7 +8,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from neuron_di.errors import ConfigError, PeerGone
+from neuron_di.errors import ConfigError, PeerGone, Unauthorized
 
 
 def check_address(url: str) -> SplitResult:
@@ -83,3 +83,10 @@ def no_answer(url: str, error: OSError | http.client.HTTPException) -> PeerGone:
         return PeerGone(f"{url} is no HTTP server")
     reason = getattr(reason, "strerror", None) or reason  # without the number
     return PeerGone(f"no proxy answers at {url}: {reason}")
+
+
+def not_let_in(url: str, key: str | None) -> Unauthorized:
+    """What to say of a proxy's 401."""
+    if key is None:
+        return Unauthorized(f"{url} wants an API key: set KEY_NEURON_DI, or give --key")
+    return Unauthorized(f"{url} does not accept this API key: it is unknown, revoked or expired")
