@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -30,35 +30,50 @@ def everywhere() -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forget_the_trees() -> Iterator[None]:
-    """They are two million objects, which every garbage collection would look through."""
-    yield
-    tree_of.cache_clear()
+@dataclass(frozen=True)
+class Source:
+    """What the tests ask of a file, without its tree: two million objects would slow them all."""
+
+    text: str
+    docstring: str | None
+    modules: frozenset[str]  # that it imports, and the names that it takes from them
+    calls: frozenset[str]
+    functions: tuple[tuple[str, int], ...]  # name, and lines below the first one
+    exports: tuple[list[str], ...]  # every __all__
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+def source_of(path: Path) -> Source:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text, str(path))
+    modules: set[str] = set()
+    calls: set[str] = set()
+    functions = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                modules.update(alias.name for alias in node.names)
+            case ast.ImportFrom(module=str(module)):
+                modules.add(module)
+                modules.update(f"{module}.{alias.name}" for alias in node.names)
+            case ast.Call(func=ast.Name(id=name)):
+                calls.add(name)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name)):
+                calls.add(f"{owner}.{name}")
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                assert node.end_lineno is not None
+                functions.append((node.name, node.end_lineno - node.lineno))
+    exports = tuple(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    docstring = ast.get_docstring(tree)
+    return Source(text, docstring, frozenset(modules), frozenset(calls), tuple(functions), exports)
 
 
 def short(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def imported_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def calls(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func)
 
 
 def test_the_files_are_found():
@@ -77,46 +92,28 @@ def test_no_two_test_files_share_a_name():
 
 
 @pytest.mark.parametrize("path", everywhere(), ids=short)
-def test_a_file_is_short_and_says_what_it_is(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES_MAX
+def test_a_file_is_short_runs_no_foreign_code_and_names_no_machine(path):
+    source = source_of(path)
+    assert len(source.text.splitlines()) <= LINES_MAX
     assert path.name not in BANNED_NAMES
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < FUNCTION_LINES_MAX, node.name
-
-
-@pytest.mark.parametrize("path", everywhere(), ids=short)
-def test_a_file_runs_no_foreign_code_and_names_no_machine(path):
-    roots = {name.split(".")[0] for name in imported_modules(path)}
-    assert not roots & BANNED_MODULES
-    assert not set(calls(path)) & BANNED_CALLS
+    assert [name for name, lines in source.functions if lines >= FUNCTION_LINES_MAX] == []
+    assert not {name.split(".")[0] for name in source.modules} & BANNED_MODULES
+    assert not source.calls & BANNED_CALLS
     if path != Path(__file__):
-        assert not MACHINE_PATH.search(path.read_text(encoding="utf-8"))
+        assert not MACHINE_PATH.search(source.text)
 
 
 @pytest.mark.parametrize("path", in_packages(), ids=short)
-def test_a_module_is_documented_and_keeps_to_its_means(path):
-    docstring = ast.get_docstring(tree_of(path))
-    assert docstring
-    for line in re.findall(r"^Next: (.+)$", docstring, re.MULTILINE):
+def test_a_module_is_documented_keeps_to_its_means_and_offers_what_is_there(path):
+    source = source_of(path)
+    assert source.docstring
+    for line in re.findall(r"^Next: (.+)$", source.docstring, re.MULTILINE):
         for name in line.split(", "):
             assert (ROOT / name).is_file(), name
-    assert "time" not in set(imported_modules(path)) or short(path) == "neuron_di/clock.py"
-    assert "print" not in set(calls(path)) or path.name in MAY_PRINT
-
-
-@pytest.mark.parametrize("path", in_packages(), ids=short)
-def test_what_a_module_offers_is_sorted_and_there(path):
-    names = [
-        ast.literal_eval(node.value)
-        for node in tree_of(path).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    defined = {
-        name.split(".")[-1] for name in imported_modules(path) if not name.startswith("collections")
-    }
-    for exported in names:
+    assert "time" not in source.modules or short(path) == "neuron_di/clock.py"
+    assert "print" not in source.calls or path.name in MAY_PRINT
+    defined = {name.split(".")[-1] for name in source.modules if not name.startswith("collections")}
+    for exported in source.exports:
         # As ruff sorts: constants, then classes, then the rest.
         assert exported == sorted(exported, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
         assert len(exported) == len(set(exported))
