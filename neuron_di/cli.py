@@ -5,6 +5,7 @@ import asyncio
 import atexit
 import errno
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -50,9 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns the exit code; errors are one line on standard error."""
     # Else the interpreter's last act is to look through all that torch has made, for 0.3 s.
     atexit.register(gc.freeze)
-    if sys.stdout is None:  # it was closed: then nobody wants to see anything
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    _open_what_is_closed()
     try:
+        _check_folder()
         code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
@@ -70,6 +71,28 @@ def main(arguments: list[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_what_is_closed() -> None:
+    """Nobody gives a closed stream away: else a socket would have its number, and its output."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    # Nobody wants to see anything; what cannot be spelled in the terminal's encoding is "?".
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _check_folder() -> None:
+    """Libraries end the process without a word of why where the folder it is in is gone."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was deleted: change to another") from None
 
 
 def _write_no_more() -> None:

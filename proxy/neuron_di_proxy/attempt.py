@@ -35,6 +35,11 @@ class Attempt(msgspec.Struct, kw_only=True):
     refused_by: WorkerRecord | None = None  # who has no room: nobody's fault
 
     @property
+    def is_untried(self) -> bool:
+        """Whether a worker refused it for want of room before anything came of it."""
+        return self.refused_by is not None and not self.num_tokens
+
+    @property
     def first_index(self) -> int:
         return len(self.emitted)
 

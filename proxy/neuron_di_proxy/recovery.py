@@ -17,7 +17,7 @@ from msgspec import structs
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
 from neuron_di.errors import CapacityError, NeuronDiError, PeerGone, PeerRefused, WorkerFailed
-from neuron_di.obs import get_logger
+from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.wire import Finished, Token, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.choice_request import ChoiceRequest
@@ -39,6 +39,7 @@ BUDGET_BURST = 100.0
 CONFIRM_S = 1.0  # until a worker whose connection broke has answered, or is known to be lost
 
 _log = get_logger(__name__)
+_limited = LimitedLogger(__name__)
 
 
 class RouteCounts(Protocol):
@@ -118,6 +119,7 @@ class RequestRunner:
         self.budget.admit()
         deadline = Deadline(record.accepted_s + self._limits.request_timeout_s)
         failed_step: WorkerRecord | None = None  # where; or was it this request's fault?
+        room: Deadline | None = None  # by when a worker must have some, if the last had none
         count_token = record.count_token
 
         def give(token: Token) -> None:
@@ -150,10 +152,7 @@ class RequestRunner:
                 self._learn(attempt, error)
                 if attempt.code == WorkerFailed.code:
                     failed_step = attempt.blamed
-                if not self._may_go_on(record, error, deadline):
-                    raise
-                if not await self._is_lost(attempt) and not self.budget.take():
-                    raise
+                room = await self._check_further(record, error, deadline, room)
             else:
                 if failed_step is not None:
                     self._convict(failed_step, attempt)
@@ -219,6 +218,10 @@ class RequestRunner:
         """Tell health who is at fault, or have a pair tested whose workers accuse each other."""
         if failure_of(error).fault == "client":  # nobody here is, and clients bring no lines about
             return
+        if attempt.is_untried:  # one that waits for room asks again and again
+            worker_id = attempt.refused_by.worker_id if attempt.refused_by else None
+            _limited.info("attempt_refused", request=attempt.request_id, worker=worker_id)
+            return
         _log.warning(
             "attempt_failed",
             request=attempt.request_id,
@@ -243,12 +246,40 @@ class RequestRunner:
             error = WorkerFailed(f"worker {failed_step.worker_id} failed a step")
             self._health.blame(failed_step, error)
 
+    async def _check_further(
+        self,
+        record: RequestRecord,
+        error: NeuronDiError,
+        deadline: Deadline,
+        room: Deadline | None,
+    ) -> Deadline | None:
+        """Raise the last attempt's error where nothing further is tried. Returns the next `room`.
+
+        What was untried for want of room waits for some, and pays nothing.
+        """
+        attempt = record.attempts[-1]
+        if not attempt.is_untried:
+            room = None
+        elif room is None:
+            room = Deadline.after(self._limits.queue_timeout_s)
+        if not self._may_go_on(record, error, deadline, room):
+            raise error
+        if room is None and not (await self._is_lost(attempt) or self.budget.take()):
+            raise error
+        return room
+
     async def _is_lost(self, attempt: Attempt) -> bool:
         """Whether the attempt ended because its worker did. It had perhaps hundreds of them, and
         all of them go on: they multiply no load."""
         return attempt.blamed is not None and await self._health.is_lost(attempt.blamed, CONFIRM_S)
 
-    def _may_go_on(self, record: RequestRecord, error: NeuronDiError, deadline: Deadline) -> bool:
+    def _may_go_on(
+        self,
+        record: RequestRecord,
+        error: NeuronDiError,
+        deadline: Deadline,
+        room: Deadline | None,
+    ) -> bool:
         failed = failure_of(error)
         alike = [each for each in record.attempts if each.code == failed.code]
         if failed.code == PeerRefused.code:  # another pair may do, but it is not tried for long
@@ -264,12 +295,10 @@ class RequestRunner:
             return False
         is_continuation = bool(record.emitted)
         num_max = self._limits.continuations_max if is_continuation else self._limits.retries_max
-        further = [each for each in record.attempts[1:] if bool(each.emitted) == is_continuation]
-        # Nothing was tried at who only refused: several that drain at once must not end a request.
-        # Once for each, or a request would go round among workers without room.
-        refusers = {process_of(each.refused_by) for each in record.attempts if each.refused_by}
-        num_free = len(refusers) if num_max else 0
-        return len(further) < num_max + num_free
+        if room is not None:
+            return num_max > 0 and not room.has_passed()
+        further = [each for each in record.attempts if not each.is_untried][1:]
+        return sum(bool(each.emitted) == is_continuation for each in further) < num_max
 
     async def _back_off(self, record: RequestRecord, deadline: Deadline) -> None:
         wait_s = min(BACKOFF_S_MAX, BACKOFF_S * BACKOFF_GROWTH ** (len(record.attempts) - 1))

@@ -226,10 +226,23 @@ class Router:
         """Why no request of any model can be served now; None when some can."""
         known = self._directory.workers()
         models = self.models()
-        reasons = [self._what_is_missing(known, model) for model in models]
+        reasons = [
+            self._what_is_missing(known, model) or self._why_apart(known, model) for model in models
+        ]
         if not known:
             return "no worker is known"
         return "; ".join(reasons) if all(reasons) else None
+
+    def _why_apart(self, known: Iterable[WorkerRecord], model: str) -> str:
+        """Empty, unless it takes two workers, and all that fit have failed their test."""
+        usable = [r for r in known if r.model == model and self._is_usable(r)]
+        prefills, decodes = _of_role(usable, "prefill"), _of_role(usable, "decode")
+        if self._pairs is None or _of_role(usable, "both"):
+            return ""
+        pairs = ((p, d) for p in prefills for d in decodes if fits(p, d))
+        if not all(self._pairs.has_failed(*pair) for pair in pairs):
+            return ""
+        return f"no prefill worker of model {model!r} can hand over to a decode worker"
 
     def _is_usable(self, record: WorkerRecord) -> bool:
         return record.state == "ready" and not self._fitness.why_not(record)

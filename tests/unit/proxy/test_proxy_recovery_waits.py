@@ -23,7 +23,7 @@ from neuron_di.errors import (
     CapacityError,
     PeerGone,
 )
-from neuron_di_proxy.failure import RequestTimeout
+from neuron_di_proxy.failure import RequestTimeout, failure_of
 
 GONE = PeerGone("the connection ended")
 
@@ -309,3 +309,68 @@ async def test_several_workers_that_begin_to_drain_at_once_end_no_request():
         asked = await cluster.ask()
         assert asked.is_complete
         assert [each[0] for each in asked.attempts()] == ["p1", "p2", "p3", "p4", "p5"]
+
+
+async def refuse(_):
+    """At once, as a worker does that has no place for a leg."""
+    yield failed("over_capacity", 503)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("worker_id", ["p1", "d1"])
+@virtual
+async def test_who_has_no_room_is_asked_again_and_that_costs_nothing(worker_id, after):
+    """Neither an attempt nor the retry budget, which are for failures."""
+    is_full = True
+
+    def script(leg):
+        return (refuse if is_full else play)(leg)
+
+    async with one_by_one(retries_max=1, continuations_max=1, queue_timeout_s=30.0) as cluster:
+        prefill, decode = cluster.workers["p1"], cluster.workers["d1"]
+        if worker_id == "p1":
+            prefill.script = once(play, script) if after else script
+        if after or worker_id == "d1":
+            then = script if worker_id == "d1" else play
+            decode.script = once(fail_with(GONE, after=after), then) if after else then
+        asking = asyncio.create_task(cluster.ask())
+        await asyncio.sleep(20.0)
+        is_full = False
+        asked = await asking
+        assert asked.is_complete
+        assert len(asked.record.attempts) > 10
+        assert cluster.runner.budget.left >= 98
+
+
+@virtual
+async def test_a_refusal_behind_a_token_counts():
+    """Its prompt was computed: that is not to go on for as long as there is no room."""
+    async with one_by_one(continuations_max=2) as cluster:
+        cluster.workers["d1"].script = fail_with(failed("over_capacity", 503))
+        asked = await cluster.ask()
+        assert failure_of(asked.error).code == "over_capacity"
+        assert len(asked.record.attempts) == 3
+
+
+@virtual
+async def test_without_room_in_time_it_is_said_what_was_lacking():
+    async with one_by_one(queue_timeout_s=30.0) as cluster:
+        cluster.workers["p1"].script = refuse
+        asked = await cluster.ask()
+        assert failure_of(asked.error).code == "over_capacity"
+        assert 30.0 <= now_s() < 32.0
+
+
+@virtual
+async def test_a_refusal_is_no_retry_of_what_fails_later():
+    async with one_by_one(retries_max=1, queue_timeout_s=30.0) as cluster:
+        scripts = [refuse, fail_with(failed()), refuse, play]
+        cluster.workers["p1"].script = lambda leg: scripts.pop(0)(leg)
+        asked = await cluster.ask()
+        assert asked.is_complete
+        assert [attempt.code for attempt in asked.record.attempts] == [
+            "over_capacity",
+            "internal_error",
+            "over_capacity",
+            None,
+        ]

@@ -115,6 +115,16 @@ def test_a_worker_of_both_roles_serves_when_there_is_no_pair():
     assert router.why_unserved() is None
 
 
+def test_where_the_only_pairs_have_failed_nothing_is_served():
+    records = [make_record("p1", "prefill"), make_record("d1", "decode")]
+    router = router_over(*records, pairs=BadPairs(("p1", "d1")))
+    assert "can hand over to a decode worker" in router.why_unserved()
+    assert router.pick("tiny").decode.worker_id == "d1"  # it is tried all the same
+    more = [make_record("d2", "decode"), make_record("b1", "both")]
+    for further in more:
+        assert router_over(*records, further, pairs=BadPairs(("p1", "d1"))).why_unserved() is None
+
+
 @pytest.mark.parametrize(
     ("records", "text"),
     [
