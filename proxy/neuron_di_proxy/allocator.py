@@ -56,7 +56,10 @@ class Allocator:
         """
         if self._libc is None:
             return False
-        num_bytes = _num_resident_bytes()
+        try:
+            num_bytes = _num_resident_bytes()
+        except OSError:  # no file can be opened just now
+            return False
         self._least_bytes = min(self._least_bytes, num_bytes)
         if num_bytes - self._least_bytes <= KEPT_BYTES_MAX:
             return False

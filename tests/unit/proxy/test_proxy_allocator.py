@@ -71,3 +71,13 @@ def test_another_libc_is_left_alone(monkeypatch):
     other = Allocator()
     assert not other.keep_freed()
     assert not other.give_back()
+
+
+@needs_glibc
+def test_without_a_free_descriptor_nothing_is_given_back(monkeypatch):
+    def fail():
+        raise OSError(24, "too many open files")
+
+    made = Allocator()
+    monkeypatch.setattr(allocator, "_num_resident_bytes", fail)
+    assert not made.give_back()

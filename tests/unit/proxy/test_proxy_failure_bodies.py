@@ -77,6 +77,7 @@ def server_errors():
     ("message", "kept"),
     [
         ("worker d1 at 10.1.2.3:7000 is gone", "worker d1 at (hidden) is gone"),
+        ("cannot map the pool of process 13159", "cannot map the pool of process (hidden)"),
         ("no answer from tcp://10.1.2.3:7000 within 3 s", "no answer from (hidden) within 3 s"),
         ("at [fd00::1:2]:7000, it is silent", "at (hidden), it is silent"),
         ("d1 is not at fd00::7:7000: another is", "d1 is not at (hidden): another is"),
