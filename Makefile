@@ -6,7 +6,7 @@ export PYTHON PIP_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-neuron test test-optimised test-kernels test-uncompiled etcd check format sim \
-        handover-model schedules block-lists chaos dynamic churn handoff-diagram bench-engine bench-interference \
+        handoff-model handover-model schedules block-lists chaos dynamic churn handoff-diagram bench-engine bench-interference \
         bench-verification bench-proxy bench-overload bench-registry bench-transfer device-check \
         bench-interference-transfer bench-layers clean
 
@@ -49,6 +49,9 @@ check: $(VENV)/dev ## format, lint, types, import rules
 
 sim: $(VENV)/dev ## simulate the server under faults: SEEDS=1000, or SEED=7 to replay one
 	$(BIN)/python -m neuron_di.testing.sim $(if $(SEED),--seed $(SEED) --trace,--seeds $(or $(SEEDS),1000))
+
+handoff-model: $(VENV)/dev ## every order of the messages of a hand-over, with up to three faults
+	$(BIN)/python -m neuron_di.testing.handoff_model
 
 handover-model: $(VENV)/dev ## every order of the steps in which blocks change owner, and every crash, up to three
 	$(BIN)/python -m neuron_di.testing.handover_model

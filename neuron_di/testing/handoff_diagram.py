@@ -30,8 +30,9 @@ Three answers are kept apart. *Not yet*: it is being computed. *Never*: it will 
 not wait. *Unknown*: nothing was heard of it, perhaps because a message was faster than the
 request, so its answer is "not yet" under a lease.
 
-`python -m neuron_di.testing.handoff_model` tries every order of events, with lost, doubled and
-overtaking messages, broken links and crashed workers, and checks who may read which blocks, that
+`make handoff-model` tries every order of events, up to three faults: lost, doubled and
+overtaking messages, broken links, crashed workers. It checks that no block is reused while it is
+read (but for a reader that has not let go when its quarantine ends: its digests then fail), that
 everything comes home and that nobody waits in vain.
 """
 

@@ -1,13 +1,14 @@
 """Walks through everything that can happen in one hand-over, and checks the tables against it.
 
-    python -m neuron_di.testing.handoff_model
+    make handoff-model, or python -m neuron_di.testing.handoff_model
 
 One sender, one receiver, two channels, who owns which blocks, and a few faults: a message lost,
 doubled or overtaken, a link that breaks, a silent reader, a crashed process, a forgotten end.
 Every order of events is tried, breadth first, so that a counter-example is as short as can be.
 
-Checked at every step: nobody reads blocks that are free, except where a lease ran out on a
-reader that did not let go (the digest check catches that one); nothing unverified is delivered;
+Checked at every step: nobody reads blocks that are free, except where the quarantine of blocks
+ended on a reader that did not let go (the digest check catches that one); nothing unverified is
+delivered;
 each leg and each set of blocks ends once; no message leads to a bug of ours. Checked at the end:
 from wherever one is, time and delivery alone bring everything home, and whoever waits is told;
 without faults decode is told at once, and no block waits for a lease once both legs are over.
@@ -124,17 +125,22 @@ class _Graph:
             self.found.blamed[move.blamed] = [*self.path(self.worlds[here]), move.label]
 
 
+_LEGEND = """\
+no rule was broken: else this ends with how it came about. Two things are within the rules:
+  late reader: the quarantine of its blocks is over; its copy fails the digests, and is not used
+  forgotten: an honest decode worker is refused, as prefill has ended and forgotten the request
+"""
+
+
 def report(found: Exploration, *, faults_max: int) -> str:
-    """For people."""
+    """For people, who have read the legend."""
+    size = f"{found.num_states} states, {found.num_transitions} transitions"
     lines = [
-        (
-            f"a hand-over, at most {faults_max} faults: {found.num_states} states, "
-            f"{found.num_transitions} transitions; in {found.num_caught_by_digest} states a copy "
-            f"reads blocks that a lease let go, which its digests show"
-        )
+        f"a hand-over, at most {faults_max} faults: {size}",
+        f"  late reader: in {found.num_caught_by_digest} states",
     ]
     for what, path in found.blamed.items():
-        lines.append(f"  refused though innocent: {what}, after {', '.join(path)}")
+        lines.append(f"  forgotten: {what}, after {', '.join(path)}")
     return "\n".join(lines) + "\n"
 
 
@@ -142,7 +148,7 @@ def main() -> None:
     for faults_max in range(4):
         sys.stdout.write(report(explore(faults_max=faults_max), faults_max=faults_max))
     num_states, num_transitions = explore_launch()
-    sys.stdout.write(f"a launch: {num_states} states, {num_transitions} transitions\n")
+    sys.stdout.write(f"a launch: {num_states} states, {num_transitions} transitions\n{_LEGEND}")
 
 
 if __name__ == "__main__":
