@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from textwrap import fill
 from typing import Any
 
 from neuron_di import __version__
@@ -118,36 +119,7 @@ def _key(flags: argparse.Namespace) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = FlagParser(prog="neuron-di", description=_DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"neuron-di {__version__}")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=FlagParser
-    )
-    for name, (options_class, _, summary) in _COMMANDS.items():
-        add_flags(commands.add_parser(name, help=summary, description=summary), options_class)
-    status = commands.add_parser("status", help=_STATUS_SUMMARY, description=_STATUS_SUMMARY)
-    _add_proxy_flags(status)
-    status.add_argument("--json", action="store_true", help="print the answer as JSON")
-    top = commands.add_parser("top", help=_TOP_SUMMARY, description=_TOP_SUMMARY)
-    _add_proxy_flags(top)
-    top.add_argument("--once", action="store_true", help="print one frame and end")
-    add_key_flags(commands.add_parser("key", help=KEY_SUMMARY, description=KEY_SUMMARY))
-    add_conformance_flags(
-        commands.add_parser(
-            "conformance", help=CONFORMANCE_SUMMARY, description=CONFORMANCE_SUMMARY
-        )
-    )
-    add_bench_flags(commands.add_parser("bench", help=BENCH_SUMMARY, description=BENCH_SUMMARY))
-    add_bench_transfer_flags(
-        commands.add_parser("bench-transfer", help=TRANSFER_SUMMARY, description=TRANSFER_SUMMARY)
-    )
-    add_doctor_flags(commands.add_parser("doctor", help=DOCTOR_SUMMARY, description=DOCTOR_SUMMARY))
-    drain = commands.add_parser("drain", help=DRAIN_SUMMARY, description=DRAIN_SUMMARY)
-    _add_proxy_flags(drain)
-    add_drain_flags(drain)
-    role = commands.add_parser("role", help=ROLE_SUMMARY, description=ROLE_SUMMARY)
-    _add_proxy_flags(role)
-    add_role_flags(role)
+    parser = _parser()
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
@@ -174,12 +146,60 @@ def _run(arguments: list[str]) -> int:
         from neuron_di.top import show_top
 
         return show_top(flags.url, key=_key_of(flags), once=flags.once)
-    options_class, run, _ = _COMMANDS[flags.command]
+    options_class, run = _COMMANDS[flags.command]
     return run(load_options(options_class, flags, os.environ, flags.config))
 
 
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        prog="neuron-di",
+        usage="neuron-di COMMAND …",
+        description=fill(_DESCRIPTION, _HELP_COLUMNS) + "\n\n" + _overview(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"neuron-di {__version__}")
+    commands = parser.add_subparsers(
+        dest="command",
+        metavar="COMMAND",
+        required=True,
+        parser_class=FlagParser,
+        prog="neuron-di",
+        help=argparse.SUPPRESS,  # the description has them, in groups
+    )
+    by_name = {
+        name: commands.add_parser(name, description=summary)
+        for group in _GROUPS.values()
+        for name, summary in group.items()
+    }
+    for name, (options_class, _) in _COMMANDS.items():
+        add_flags(by_name[name], options_class)
+    for name in ("status", "top", "drain", "role"):
+        _add_proxy_flags(by_name[name])
+    by_name["status"].add_argument("--json", action="store_true", help="print the answer as JSON")
+    by_name["top"].add_argument("--once", action="store_true", help="print one frame and end")
+    add_drain_flags(by_name["drain"])
+    add_role_flags(by_name["role"])
+    add_key_flags(by_name["key"])
+    add_bench_flags(by_name["bench"])
+    add_bench_transfer_flags(by_name["bench-transfer"])
+    add_conformance_flags(by_name["conformance"])
+    add_doctor_flags(by_name["doctor"])
+    return parser
+
+
+def _overview() -> str:
+    """All commands with a line for each, by group."""
+    lines: list[str] = []
+    for title, group in _GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:<16}{summary}" for name, summary in group.items()), ""]
+    return "\n".join(lines).rstrip()
+
+
 def _add_proxy_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the proxy's address")
+    parser.usage = "%(prog)s [flags]"
+    parser.add_argument(
+        "--url", default=_PROXY_URL, help="the proxy's address (default: %(default)s)"
+    )
     parser.add_argument(
         "--key", help=f"an operator's API key; better in the variable {_KEY_VARIABLE}"
     )
@@ -231,12 +251,34 @@ def _child(options: ProxyOptions | WorkerOptions, name: str, run: Callable[[], N
 
 _KEY_VARIABLE = "KEY_NEURON_DI"  # whoever can list processes can read flags
 
-_TOP_SUMMARY = "watch the workers, their load and what moves between them, live"
-_STATUS_SUMMARY = "show which workers are there and what they do"
+_PROXY_URL = "http://127.0.0.1:8000"
+_HELP_COLUMNS = 78
 
-_COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {
-    "serve": (ServeOptions, _serve, "serve a model on this machine: a proxy and its workers"),
-    "proxy": (ProxyOptions, _proxy, "run the proxy alone"),
-    "worker": (WorkerOptions, _worker, "run one worker alone"),
-    "compile": (CompileOptions, run_compile, COMPILE_SUMMARY),
+_GROUPS: dict[str, dict[str, str]] = {
+    "serving": {
+        "serve": "serve a model on this machine: a proxy and its workers",
+        "proxy": "run the proxy alone",
+        "worker": "run one worker alone",
+        "compile": COMPILE_SUMMARY,
+    },
+    "operating": {
+        "status": "show which workers are there and what they do",
+        "top": "watch workers, load and transfers, live",
+        "drain": DRAIN_SUMMARY,
+        "role": ROLE_SUMMARY,
+        "key": KEY_SUMMARY,
+    },
+    "measuring and checking": {
+        "bench": BENCH_SUMMARY,
+        "bench-transfer": TRANSFER_SUMMARY,
+        "conformance": CONFORMANCE_SUMMARY,
+        "doctor": DOCTOR_SUMMARY,
+    },
+}
+
+_COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "serve": (ServeOptions, _serve),
+    "proxy": (ProxyOptions, _proxy),
+    "worker": (WorkerOptions, _worker),
+    "compile": (CompileOptions, run_compile),
 }

@@ -14,10 +14,15 @@ LONG_PROMPT_CHARS = 100_000
 
 def add_conformance_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
+    parser.usage = "%(prog)s URL_A URL_B [flags]"
     parser.add_argument("url_a", metavar="URL_A", nargs="?", help="an OpenAI endpoint")
     parser.add_argument("url_b", metavar="URL_B", nargs="?", help="the one to compare it with")
-    parser.add_argument("--model", default="", help="the model to ask (default: the first listed)")
-    parser.add_argument("--model-b", default="", help="what B calls it, if not the same")
+    parser.add_argument(
+        "--model", metavar="NAME", default="", help="the model to ask (default: the first listed)"
+    )
+    parser.add_argument(
+        "--model-b", metavar="NAME", default="", help="what B calls it (default: as --model)"
+    )
     parser.add_argument(
         "--case",
         action="append",
@@ -29,12 +34,14 @@ def add_conformance_flags(parser: argparse.ArgumentParser) -> None:
         "--text",
         choices=("exact", "greedy", "shape"),
         default="exact",
-        help="which answers must be equal: greedy and seeded, greedy, or none",
+        help="which answers must be equal: greedy and seeded (exact), greedy, or none (shape) "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--logprob-tolerance",
         type=float,
         default=1e-4,
+        metavar="X",
         help="how far two logprobs may be apart (default: %(default)s)",
     )
     parser.add_argument(
@@ -46,9 +53,16 @@ def add_conformance_flags(parser: argparse.ArgumentParser) -> None:
         "--long-prompt-chars",
         type=int,
         default=LONG_PROMPT_CHARS,
+        metavar="N",
         help="size of the longest prompt (default: %(default)s)",
     )
-    parser.add_argument("--at-once", type=int, default=4, help="cases that run at the same time")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=4,
+        metavar="N",
+        help="cases that run at the same time (default: %(default)s)",
+    )
     parser.add_argument("--key-env-a", metavar="NAME", help="environment variable with A's API key")
     parser.add_argument("--key-env-b", metavar="NAME", help="environment variable with B's API key")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

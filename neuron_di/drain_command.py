@@ -3,11 +3,12 @@
 import argparse
 import math
 
-SUMMARY = "let a worker finish what it has, then end it, and see that it is gone"
+SUMMARY = "let a worker finish its requests, end it, check that it is gone"
 
 
 def add_drain_flags(parser: argparse.ArgumentParser) -> None:
     """Beside those that say where the proxy is."""
+    parser.usage = "%(prog)s WORKER [flags]"
     parser.add_argument("worker", metavar="WORKER", help="its name, as `neuron-di status` shows it")
     add_order_flags(parser)
 
@@ -18,8 +19,9 @@ def add_order_flags(parser: argparse.ArgumentParser) -> None:
         "--timeout-s",
         type=seconds,
         default=None,
+        metavar="SECONDS",
         help="seconds that running requests get to finish; what runs longer is cut here and goes "
-        "on with other workers; none takes the worker's own --drain-timeout-s",
+        "on with other workers (default: the worker's own --drain-timeout-s)",
     )
     parser.add_argument(
         "--force",

@@ -28,7 +28,7 @@ _LIMITS: tuple[tuple[str, type, str], ...] = (
     ("requests-per-minute", int, "requests per minute, in each proxy"),
     ("tokens-per-minute", int, "tokens of prompts and answers per minute, likewise"),
     ("max-tokens", int, "tokens of one answer"),
-    ("weight", float, "share where tenants compete, 1 unless said"),
+    ("weight", float, "share where tenants compete (default: 1)"),
 )
 
 
@@ -38,6 +38,7 @@ def add_key_flags(parser: argparse.ArgumentParser) -> None:
         dest="verb", metavar="VERB", required=True, parser_class=FlagParser
     )
     create = _verb(verbs, "create", "make a key and show it, this once")
+    create.usage = "%(prog)s FILE NAME [flags]"
     create.add_argument("name", metavar="NAME", help="the tenant; it may have several keys")
     create.add_argument(
         "--operator",

@@ -4,11 +4,12 @@ import argparse
 
 from neuron_di.drain_command import add_order_flags
 
-SUMMARY = "change what a worker does while it runs, and see that it did switch"
+SUMMARY = "change a worker's role while it runs, and check that it switched"
 
 
 def add_role_flags(parser: argparse.ArgumentParser) -> None:
     """Beside those that say where the proxy is."""
+    parser.usage = "%(prog)s WORKER ROLE [flags]"
     parser.add_argument("worker", metavar="WORKER", help="its name, as `neuron-di status` shows it")
     parser.add_argument("role", choices=("prefill", "decode", "both"), help="what it is to do")
     add_order_flags(parser)

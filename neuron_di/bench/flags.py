@@ -4,7 +4,7 @@ import argparse
 
 from neuron_di.bench.presets import PRESETS
 
-SUMMARY = "measure how fast an OpenAI endpoint serves: latencies, throughput, goodput"
+SUMMARY = "measure an OpenAI endpoint: latencies, throughput, goodput"
 KEY_VARIABLE = "KEY_NEURON_DI"  # whoever can list processes can read flags
 LENGTHS = "N, normal:MEAN,DEVIATION[,LEAST,MOST], uniform:LEAST,MOST or lognormal:MEDIAN,SIGMA[,…]"
 
@@ -62,8 +62,8 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         "--concurrency",
         type=int,
         metavar="N",
-        help="closed loop: so many requests open at a time (default: 4); "
-        "with --rate, at most so many",
+        help="closed loop: this many requests open at a time (default: 4); "
+        "with --rate, at most this many",
     )
     group.add_argument(
         "--rate",
@@ -90,7 +90,7 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         help="to each endpoint (default: 100, or all of a trace)",
     )
     group.add_argument(
-        "--duration-s", type=float, metavar="SECONDS", help="send for so long, to each endpoint"
+        "--duration-s", type=float, metavar="SECONDS", help="send for this long, to each endpoint"
     )
     group.add_argument(
         "--warmup",
@@ -113,7 +113,7 @@ def _add_length_flags(group: argparse._ArgumentGroup) -> None:
         "--shared-prefix-tokens",
         type=int,
         metavar="N",
-        help="all prompts begin with the same tokens, so many (default: 0)",
+        help="all prompts begin with the same tokens, this many (default: 0)",
     )
     group.add_argument(
         "--trace",
@@ -169,7 +169,8 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--class-bounds",
         metavar="SHORT,MEDIUM",
-        help="prompts below so many tokens are short, medium; others long (default: 512,4096)",
+        help="prompts below these numbers of tokens are short, medium; others long "
+        "(default: 512,4096)",
     )
     group.add_argument("--json", metavar="FILE", help="write the figures and each request")
     group.add_argument("--plot", metavar="FILE", help="write a picture: .png, .svg or .pdf")

@@ -10,9 +10,10 @@ class CudaOptions:
     """With --device cuda."""
 
     cuda_devices: tuple[str, ...] = option(
-        "numbers of the GPUs to use, as CUDA has them: workers take turns, and may share one; an "
-        "empty list is all that CUDA_VISIBLE_DEVICES leaves",
+        "numbers of the GPUs to use, as CUDA has them: workers take turns, and may share one",
         default=(),
+        default_text="all that CUDA_VISIBLE_DEVICES leaves",
+        form="N",
     )
     cuda_share: int = option(
         "workers that divide the GPU's free memory, this one included",
@@ -25,7 +26,7 @@ class CudaOptions:
         "capture decode steps as CUDA graphs, one for each of a few batch sizes", default=True
     )
     batch_invariant: bool = option(
-        "compute each row of a step in one order, whoever shares the step: slower, and what a "
-        "failure cuts off is then continued bit for bit",
+        "compute each row of a step in one order, whatever shares the step: slower, and an answer "
+        "that a failure cuts off is then continued bit for bit",
         default=False,
     )

@@ -16,13 +16,15 @@ class DoctorOptions:
     """What to check."""
 
     device: Literal["auto", "cpu", "cuda", "neuron"] = option(
-        "what the machine must have: its lack is a failure; auto looks at what is there",
+        "what the machine must have, a failure if it is missing; auto looks at what is there",
         default="auto",
     )
     only: tuple[str, ...] = option(
-        "groups of checks to run, such as host,etcd; an empty list is all", default=()
+        "groups of checks to run, such as host,etcd", default=(), default_text="all"
     )
-    host: str = option("address that the server will listen on", default="127.0.0.1")
+    host: str = option(
+        "address that the server will listen on", default="127.0.0.1", form="ADDRESS"
+    )
     port: int = option(
         "HTTP port that it will listen on; 0 takes any free one",
         default=8000,

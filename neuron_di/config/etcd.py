@@ -21,34 +21,37 @@ class EtcdOptions:
     """etcd, through which workers and proxies of several hosts find each other."""
 
     etcd: tuple[str, ...] = option(
-        "addresses of etcd's members, any or all of them; auto starts an etcd of our own on this "
-        "machine; without it the proxy's own registry serves one machine",
+        "addresses of etcd's members, any or all of them; auto, which a worker does not take, "
+        "starts an etcd on this machine",
         default=(),
+        default_text="the proxy's own registry, for one machine",
         form="HOST:PORT|auto",
     )
     etcd_prefix: str = option(
         "where our keys are: PREFIX/workers/ROLE/IP/PORT; a cluster sees no other's workers; / "
         "puts them at the top",
         default=DEFAULT_PREFIX,
+        form="PREFIX",
     )
     etcd_ca: str | None = option(
-        "certificate authority of etcd, PEM; none speaks without TLS", default=None
+        "certificate authority of etcd, PEM", default=None, default_text="no TLS", form="FILE"
     )
     etcd_cert: str | None = option(
-        "our certificate for etcd, PEM, where it asks for one; none shows none", default=None
+        "our certificate for etcd, PEM, where it asks for one", default=None, form="FILE"
     )
     etcd_key: str | None = option(
-        "private key of our certificate for etcd, PEM; none goes with no certificate", default=None
+        "private key of our certificate for etcd, PEM", default=None, form="FILE"
     )
     etcd_user: str | None = option(
-        "our name at etcd, with a password; none is known by its certificate, or not at all",
+        "our name at etcd, with a password",
         default=None,
+        default_text="the certificate's, if any",
     )
     etcd_password_file: str | None = option(
-        "file with the password of --etcd-user; none goes with no user", default=None
+        "file with the password of --etcd-user", default=None, form="FILE"
     )
     etcd_ttl_s: float = option(
-        "seconds after which a worker that is not heard of vanishes from etcd",
+        "seconds after which a worker that does not renew its lease disappears from etcd",
         default=10.0,
         at_least=2,
         at_most=600,

@@ -6,11 +6,13 @@ from typing import Any, Literal, Never, get_args, get_origin
 
 from neuron_di.config.nearest import nearest
 from neuron_di.config.option import VARIABLE_PREFIX, ByteSize, OptionSpec, specs_of, values_of
+from neuron_di.config.value import size_in_words
 from neuron_di.errors import ConfigError
 
 _EPILOG = (
     f"Each flag, say --port, is also the variable {VARIABLE_PREFIX}PORT and the key port of the "
-    "TOML file given with --config. A flag goes before a variable, a variable before the file."
+    "TOML file given with --config. A flag goes before a variable, a variable before the file. "
+    "Where a default is in words, none stands for it, of a list an empty one."
 )
 
 
@@ -123,7 +125,8 @@ def _metavar(spec: OptionSpec) -> str:
     if get_origin(spec.kind) is Literal:
         return "{" + ",".join(get_args(spec.kind)) + "}"
     if get_origin(spec.kind) is tuple:
-        return f"{spec.form or 'NAME'},..."
+        item, bar, instead = (spec.form or "NAME").partition("|")
+        return f"{item},...{bar}{instead}"
     if spec.form is not None:
         return spec.form
     if spec.kind is float and (spec.key.endswith("_per_s") or not spec.key.endswith("_s")):
@@ -135,12 +138,21 @@ def _help(spec: OptionSpec) -> str:
     words = spec.help_text
     if spec.default is MISSING:
         words += " (required)"
-    elif spec.default is not None and spec.default != ():
-        words += f" (default: {_in_words(spec.default)})"
+    else:
+        words += f" (default: {spec.default_text or _in_words(spec)})"
     return words.replace("%", "%%")
 
 
-def _in_words(default: Any) -> str:
+def _in_words(spec: OptionSpec) -> str:
+    default = spec.default
+    if default is None or default == ():
+        return "none"
     if isinstance(default, tuple):
         return ",".join(default)
-    return str(default).lower() if isinstance(default, bool) else str(default)
+    if isinstance(default, bool):
+        return str(default).lower()
+    if spec.kind is ByteSize:
+        return size_in_words(default)
+    if isinstance(default, float) and default.is_integer():
+        return str(int(default))
+    return str(default)

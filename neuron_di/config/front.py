@@ -23,18 +23,18 @@ class FrontOptions:
         at_most=64,
     )
     api_keys: str | None = option(
-        "file of API keys, as `neuron-di key` writes it; none serves whoever can connect",
+        "file of API keys, as `neuron-di key` writes it",
         default=None,
+        default_text="no keys: anyone who can connect is served",
+        form="FILE",
     )
     insecure: bool = option(
         "listen on addresses other machines can reach although no API keys are set", default=False
     )
     tls_cert: str | None = option(
-        "certificate chain for TLS, PEM; none speaks plain HTTP", default=None
+        "certificate chain for TLS, PEM", default=None, default_text="plain HTTP", form="FILE"
     )
-    tls_key: str | None = option(
-        "private key of the certificate, PEM; none goes with no certificate", default=None
-    )
+    tls_key: str | None = option("private key of the certificate, PEM", default=None, form="FILE")
     connections_max: int = option(
         "connections of clients at once; one more takes the place of one that has long been idle",
         default=4096,
@@ -66,6 +66,8 @@ class FrontOptions:
     )
     otlp_endpoint: str | None = option(
         "where an OpenTelemetry collector takes traces of requests, such as "
-        "http://127.0.0.1:4318/v1/traces; none sends no traces",
+        "http://127.0.0.1:4318/v1/traces",
         default=None,
+        default_text="no traces",
+        form="URL",
     )

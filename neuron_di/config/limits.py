@@ -16,15 +16,16 @@ class LimitOptions:
     """Limits on requests, as the proxy keeps them."""
 
     requests_max: int | None = option(
-        "answers computed at once, further ones queue; none takes 1.25 per slot of the decode "
-        "workers",
+        "choices of requests that are computed at once, further requests queue",
         default=None,
+        default_text="1.25 per slot of the decode workers",
         at_least=1,
         at_most=1 << 20,
     )
     queue_max: int | None = option(
-        "requests that may queue, one more is answered 503; none takes 2 per slot, at least 64",
+        "HTTP requests that may queue, however many choices each has; one more is answered 503",
         default=None,
+        default_text="2 per slot of the decode workers, at least 64",
         at_least=0,
         at_most=1 << 20,
     )
@@ -35,19 +36,22 @@ class LimitOptions:
         "seconds until an unfinished request is ended", default=600.0, at_least=1, at_most=86_400
     )
     queue_timeout_s: float = option(
-        "seconds a request waits for workers that can serve it, then it is answered 503",
+        "seconds a request may wait for its turn, and then again for workers that can serve it, "
+        "before it is answered 503",
         default=30.0,
         at_least=0,
         at_most=86_400,
     )
     idle_timeout_s: float = option(
-        "seconds a worker's connection may stay silent within a request",
+        "seconds the proxy's connection to a worker may be silent, whatever runs there, before it "
+        "is closed and its requests go elsewhere",
         default=15.0,
         at_least=3,
         at_most=86_400,
     )
     stall_timeout_s: float = option(
-        "seconds between two tokens of a decode worker, then the request continues on another",
+        "seconds a decode worker that has the KV may take for its next token, then the request "
+        "continues on another; not of a worker that does both",
         default=15.0,
         at_least=0.1,
         at_most=86_400,
@@ -59,7 +63,10 @@ class LimitOptions:
         at_most=86_400,
     )
     connect_timeout_s: float = option(
-        "seconds to wait for a connection to a worker", default=2.0, at_least=0.1, at_most=86_400
+        "seconds the proxy waits for a connection to a worker",
+        default=2.0,
+        at_least=0.1,
+        at_most=86_400,
     )
     drain_timeout_s: float = option(
         "seconds that running requests get to finish at shutdown",
@@ -83,13 +90,14 @@ class LimitOptions:
         at_most=100,
     )
     probe_interval_s: float = option(
-        "seconds between two questions whether it lives to a worker that does not say so by itself",
+        "seconds between two probes, over HTTP, of a worker that does not report by itself",
         default=0.5,
         at_least=0.05,
         at_most=86_400,
     )
     freeze_timeout_s: float = option(
-        "seconds without an answer until a worker counts as frozen",
+        "seconds without a report or an answer until a worker counts as frozen, and its requests "
+        "go elsewhere",
         default=2.5,
         at_least=0.1,
         at_most=86_400,
@@ -119,30 +127,32 @@ class HandOverOptions:
         at_most=86_400,
     )
     peer_silence_s: float = option(
-        "seconds of silence until a worker at the other end of a hand-over counts as lost",
+        "seconds of silence on the link between a prefill and a decode worker until each counts "
+        "the other as lost",
         default=5.0,
         at_least=0.05,
         at_most=86_400,
     )
     peer_connect_timeout_s: float = option(
-        "seconds to wait for a connection to another worker",
+        "seconds a worker waits for a connection to another worker",
         default=5.0,
         at_least=0.05,
         at_most=86_400,
     )
     transfer_timeout_s: float = option(
-        "seconds a transfer of KV may take, beside its bytes",
+        "seconds a transfer of KV may take, plus its bytes divided by --transfer-bytes-per-s",
         default=5.0,
         at_least=0.01,
         at_most=86_400,
     )
     transfer_bytes_per_s: float = option(
-        "bytes per second below which a transfer of KV counts as stalled",
+        "bytes per second at which a transfer of KV must move, 100 MB/s unless given: see "
+        "--transfer-timeout-s",
         default=100e6,
         at_least=1,
     )
     quarantine_s: float = option(
-        "seconds recalled KV waits for a reader that does not let go",
+        "seconds recalled KV is kept for a reader that does not let go, before it is reused",
         default=15.0,
         at_least=0.01,
         at_most=86_400,

@@ -15,8 +15,10 @@ _BUCKETS_MAX = 32  # each is a graph of its own, compiled and loaded
 def libnrt_option() -> Any:
     """Where the runtime is: the same key for whoever needs it."""
     return option(
-        "file of the Neuron runtime library; none looks for libnrt.so.1, there and in /opt/aws",
+        "file of the Neuron runtime library",
         default=None,
+        default_text="libnrt.so.1, found by the linker or in /opt/aws/neuron/lib",
+        form="FILE",
     )
 
 
@@ -25,13 +27,14 @@ class NeuronOptions:
     """With --device neuron."""
 
     neuron_runner: Runner = option(
-        "what runs the model: nxdi is NxD Inference; the others are named to say what they lack",
+        "what runs the model: nxdi is NxD Inference; the others are refused with the reason",
         default="nxdi",
     )
     neuron_artifacts: str | None = option(
-        "folder of compiled models, one for each configuration, or of one of them; none is "
-        "neuron-di/artifacts in the user's cache",
+        "folder of compiled models, one for each configuration, or of one of them",
         default=None,
+        default_text="neuron-di/artifacts in the user's cache",
+        form="FOLDER",
     )
     neuron_k_transposed: bool = option(
         "keep keys transposed, dims before tokens, as some of NxD Inference's kernels want them",
@@ -39,8 +42,10 @@ class NeuronOptions:
     )
     neuron_decode_buckets: tuple[str, ...] = option(
         "lengths in tokens to which a decode step pads what it reads: short requests get faster "
-        "steps, and rounding then depends on who shares a step; an empty list is the context alone",
+        "steps, and rounding then depends on which requests share a step",
         default=(),
+        default_text="the context alone",
+        form="N",
     )
     libnrt: str | None = libnrt_option()
 

@@ -12,7 +12,21 @@ from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, 
 
 ByteSize = NewType("ByteSize", int)  # written as 512MiB or 2GiB
 
-Form = Literal["HOST:PORT", "HOST:PORT|auto", "tcp://HOST:PORT", "http://HOST:PORT"]
+# What `--help` shows for a value. Those with a port are checked, too (config/value.py).
+Form = Literal[
+    "HOST:PORT",
+    "HOST:PORT|auto",
+    "tcp://HOST:PORT",
+    "http://HOST:PORT",
+    "ADDRESS",
+    "CIDR",
+    "FILE",
+    "FOLDER",
+    "LOW-HIGH",
+    "N",
+    "PREFIX",
+    "URL",
+]
 
 VARIABLE_PREFIX = "NEURON_DI_"
 
@@ -29,6 +43,7 @@ class OptionSpec:
     default: Any  # MISSING: must be given
     group: str  # title of the set it was declared in
     help_text: str
+    default_text: str  # says what None, or an empty list, stands for; else the default is shown
     at_least: float | None
     at_most: float | None
     form: Form | None
@@ -49,6 +64,7 @@ def option(
     help_text: str,
     *,
     default: Any = MISSING,
+    default_text: str = "",
     at_least: float | None = None,
     at_most: float | None = None,
     form: Form | None = None,
@@ -61,6 +77,7 @@ def option(
         default=default,
         metadata={
             "help_text": help_text,
+            "default_text": default_text,
             "at_least": at_least,
             "at_most": at_most,
             "form": form,

@@ -33,8 +33,9 @@ def _dtype() -> Any:
 
 def _context_tokens() -> Any:
     return option(
-        "longest prompt and answer together, in tokens; none takes the model's own limit",
+        "longest prompt and answer together, in tokens",
         default=None,
+        default_text="the model's own limit",
         at_least=2,
     )
 
@@ -67,11 +68,16 @@ class EngineOptions:
         at_most=1024,
     )
     num_blocks: int | None = option(
-        "KV blocks in a worker's pool; none computes it from --kv-memory", default=None, at_least=1
+        "KV blocks in a worker's pool",
+        default=None,
+        default_text="as many as --kv-memory holds",
+        at_least=1,
     )
     kv_memory: ByteSize | None = option(
-        "memory for a worker's KV pool, such as 2GiB; none computes it from the batch and context",
+        "memory for a worker's KV pool, such as 2GiB",
         default=None,
+        default_text="what a full batch of full contexts takes; on a CPU at most a quarter of the "
+        "free memory, divided among the workers that start together",
         at_least=1,
     )
     prefill_batch: int = option(
@@ -82,8 +88,9 @@ class EngineOptions:
     )
     decode_batch: int = _decode_batch()
     chunk_tokens: int | None = option(
-        "a longer prompt is computed in pieces of this many tokens; none takes 512, on a GPU 2048",
+        "a longer prompt is computed in pieces of this many tokens",
         default=None,
+        default_text="512, on a GPU 2048",
         at_least=1,
         at_most=1 << 20,
     )
@@ -95,9 +102,9 @@ class EngineOptions:
     )
     tp: int = _rank_count()
     threads: int | None = option(
-        "threads a worker computes with; none divides the cores, or a container's share of them, "
-        "among the workers",
+        "threads a worker computes with",
         default=None,
+        default_text="the cores, or a container's share of them, divided among the workers",
         at_least=1,
         at_most=1024,
     )
@@ -127,11 +134,13 @@ def _model() -> Any:
 
 
 def _model_name() -> Any:
-    return option("the name clients use for the model; none takes the folder's", default=None)
+    return option(
+        "the name clients use for the model", default=None, default_text="the folder's name"
+    )
 
 
 def _host() -> Any:
-    return option("address to listen on", default="127.0.0.1")
+    return option("address to listen on", default="127.0.0.1", form="ADDRESS")
 
 
 def _port(default: int) -> Any:
@@ -145,8 +154,9 @@ def _port(default: int) -> Any:
 
 def _tp(role: str) -> Any:
     return option(
-        f"tensor-parallel ranks of a {role} worker; none takes --tp",
+        f"tensor-parallel ranks of a {role} worker",
         default=None,
+        default_text="as --tp",
         at_least=1,
         at_most=64,
     )
@@ -154,9 +164,9 @@ def _tp(role: str) -> Any:
 
 def _hang_timeout() -> Any:
     return option(
-        "seconds that a step, or a turn of the event loop, of a worker may take, then its process "
-        "says where it hangs and ends; after a fifth of it, its requests go on elsewhere; none "
-        "lets it hang",
+        "seconds that one step of a worker, or one turn of its event loop, may take before the "
+        "worker logs where it hangs and ends; after a fifth of this its requests go elsewhere; "
+        "none: it may hang",
         default=300.0,
         at_least=1,
         at_most=86_400,
@@ -174,8 +184,9 @@ class WorkerOptions:
     model: str = _model()
     role: Role = option("what the worker does")
     worker_id: str | None = option(
-        "its name, unique among the workers: letters, digits and ._-; none makes one up",
+        "its name, unique among the workers: letters, digits and ._-",
         default=None,
+        default_text="one is made up",
     )
     model_name: str | None = _model_name()
     host: str = _host()
@@ -185,9 +196,11 @@ class WorkerOptions:
         default=False,
     )
     announce_host: str | None = option(
-        "the IP address others reach this worker by; none is the one it listens on or, "
-        "where that is 0.0.0.0 or ::, the one that leads to the registry",
+        "the IP address at which others reach this worker",
         default=None,
+        default_text="the one it listens on or, where that is 0.0.0.0 or ::, the one that leads "
+        "to the registry",
+        form="ADDRESS",
     )
     port: int = _port(0)
     signal_port: int = option(
@@ -197,21 +210,22 @@ class WorkerOptions:
         at_most=PORT_MAX,
     )
     registry: str | None = option(
-        "the proxy's registry, where the worker announces itself; none where the proxy is given "
-        "the worker's URL",
+        "the proxy's registry, where the worker announces itself",
         default=None,
+        default_text="it announces itself by --etcd, or not at all",
         form="tcp://HOST:PORT",
     )
     etcd: EtcdOptions = field(default_factory=EtcdOptions)
     static_peer: str | None = option(
         "the only partner of this worker: for decode the signal address HOST:PORT of a prefill "
-        "worker, for prefill the id of a decode worker; none takes those that requests name",
+        "worker, for prefill the id of a decode worker",
         default=None,
+        default_text="those that requests name",
     )
     static_peer_key: str | None = option(
-        "public key that the only partner must have, as its status says it; none takes the one "
-        "that requests name, and lets any partner of a prefill worker in",
+        "public key that the only partner must have, as its status shows it",
         default=None,
+        default_text="the one that requests name; a prefill worker lets any partner in",
     )
     hand_over: HandOverOptions = field(default_factory=HandOverOptions)
     kv_transfer: TransferOptions = field(default_factory=TransferOptions)
@@ -220,8 +234,9 @@ class WorkerOptions:
     )
     hang_timeout_s: float | None = _hang_timeout()
     core: int | None = option(
-        "CPU core to pin the worker to, and with --tp those after it; none lets the system choose",
+        "CPU core to pin the worker to, and with --tp those after it",
         default=None,
+        default_text="the system chooses",
         at_least=0,
     )
     parent_pid: int | None = _parent_pid()
@@ -341,7 +356,9 @@ class CompileOptions:
     """What to compile a model for: what is served later must say the same."""
 
     model: str = _model()
-    device: Literal["cpu", "neuron"] = option("what to compile for", default="neuron")
+    device: Literal["cpu", "neuron"] = option(
+        "what to compile for; cpu is refused, as it runs the checkpoint as it is", default="neuron"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _dtype()
     context_tokens: int | None = _context_tokens()
     decode_batch: int = _decode_batch()

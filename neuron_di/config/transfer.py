@@ -28,15 +28,17 @@ class TransferOptions:
         default=False,
     )
     landing_memory: ByteSize | None = option(
-        "memory in which a decode worker takes KV of another layout, such as 1GiB; none takes "
-        "twice its pool, at most 1GiB, or more where a single prompt may need it",
+        "memory in which a decode worker takes KV of another layout, such as 1GiB",
         default=None,
+        default_text="twice its pool, at most 1GiB, or more where a single prompt may need it",
         at_least=4096,
     )
     transfer_host: str | None = option(
         "address at which decode workers fetch KV over TCP from a prefill worker, and whose "
-        "network interface NIXL's UCX uses; none is --host",
+        "network interface NIXL's UCX uses",
         default=None,
+        default_text="as --host",
+        form="ADDRESS",
     )
     transfer_port: int = option(
         "port of that address; 0 takes any free one", default=0, at_least=0, at_most=65535
@@ -62,16 +64,16 @@ class TransferOptions:
         default="UCX",
     )
     transfer_tls_cert: str | None = option(
-        "certificate chain for TLS between workers, PEM, shown by both ends; none sends KV "
-        "authenticated, but readable on the way",
+        "certificate chain for TLS between workers, PEM, shown by both ends",
         default=None,
+        default_text="KV is authenticated, but readable on the way",
+        form="FILE",
     )
     transfer_tls_key: str | None = option(
-        "private key of that certificate, PEM; none goes with no certificate", default=None
+        "private key of that certificate, PEM", default=None, form="FILE"
     )
     transfer_tls_ca: str | None = option(
-        "certificates that sign those of the other workers, PEM; none goes with no certificate",
-        default=None,
+        "certificates that sign those of the other workers, PEM", default=None, form="FILE"
     )
 
     def __post_init__(self) -> None:

@@ -49,6 +49,14 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def size_in_words(num_bytes: int) -> str:
+    """In the largest unit that it is a whole number of, such as 16KiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes and num_bytes % 1024**power == 0:
+            return f"{num_bytes // 1024**power}{unit}"
+    return str(num_bytes)
+
+
 def allowed_values(spec: OptionSpec) -> str:
     """In words, as in "a whole number, at least 1, or none"."""
     words = _kind_in_words(spec)
@@ -64,12 +72,13 @@ def _kind_in_words(spec: OptionSpec) -> str:
         choices = get_args(spec.kind)
         return f"one of {', '.join(choices)}" if len(choices) > 1 else repr(choices[0])
     if get_origin(spec.kind) is tuple:
-        return f"a list of {spec.form or 'names'}, in text separated by commas"
+        items = spec.form if spec.form in _FORMS else "names"
+        return f"a list of {items}, in text separated by commas"
     words = {
         int: "a whole number",
         float: "a number",
         bool: "true or false",
-        str: spec.form or "a text that is not empty",
+        str: spec.form if spec.form in _FORMS else "a text that is not empty",
         ByteSize: "a size such as 512MiB or 2GiB",
     }
     return words[spec.kind]
@@ -137,7 +146,7 @@ def _check(spec: OptionSpec, value: Any) -> None:
 def _check_text(spec: OptionSpec, text: str) -> None:
     if not text.strip():
         raise ValueError(text)
-    if spec.form is not None:
+    if spec.form in _FORMS:
         match = _FORMS[spec.form].fullmatch(text)
         if match is None or int(match["port"] or 0) > _PORT_MAX:
             raise ValueError(text)

@@ -31,11 +31,14 @@ class WorkerAddressOptions:
     """Where workers may be."""
 
     worker_networks: tuple[str, ...] = option(
-        "networks that workers may be in, such as 10.1.0.0/16; none allows any address but "
-        "link-local, multicast and unspecified ones",
+        "networks that workers may be in, such as 10.1.0.0/16",
         default=(),
+        default_text="any address but link-local, multicast and unspecified ones",
+        form="CIDR",
     )
-    worker_ports: str = option("ports that workers may listen on, LOW-HIGH", default="1024-65535")
+    worker_ports: str = option(
+        "ports that workers may listen on", default="1024-65535", form="LOW-HIGH"
+    )
 
     def __post_init__(self) -> None:
         self.networks()

@@ -8,7 +8,7 @@ import argparse
 from neuron_di.config import DoctorOptions, add_flags
 from neuron_di.doctor.checks import GROUPS
 
-SUMMARY = "look at this machine before serving on it, and say for each trouble what to do"
+SUMMARY = "check this machine, and say how to mend what is wrong"
 
 _EPILOG = (
     f"Groups of checks: {', '.join(GROUPS)}. Flags that a server has too mean the same here, and "

@@ -2,7 +2,7 @@
 
 import argparse
 
-SUMMARY = "measure how fast KV moves between two processes, here or on two hosts"
+SUMMARY = "measure how fast KV moves between two processes or two hosts"
 KEY_VARIABLE = "KEY_NEURON_DI_TRANSFER"  # whoever can list processes can read flags
 READY_WORDS = "bench-transfer listens on"
 AUTO = "auto"
@@ -25,6 +25,7 @@ _EPILOG = (
 
 def add_bench_transfer_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
+    parser.usage = "%(prog)s [--serve | --connect HOST:PORT] [flags]"
     parser.epilog = _EPILOG.replace("%", "%%")
     ends = parser.add_argument_group("ends").add_mutually_exclusive_group()
     ends.add_argument("--serve", action="store_true", help="be the end that is read from")
@@ -33,9 +34,12 @@ def add_bench_transfer_flags(parser: argparse.ArgumentParser) -> None:
     more.add_argument(
         "--host",
         default="127.0.0.1",
+        metavar="ADDRESS",
         help="address of this end; not loopback: others reach it (default: %(default)s)",
     )
-    more.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
+    more.add_argument(
+        "--port", type=int, default=0, metavar="N", help="to listen on (default: a free one)"
+    )
     more.add_argument("--key-file", metavar="FILE", help="holds the key, at either end")
     more.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
     as_workers = parser.add_argument_group("as for workers, at either end")
@@ -58,7 +62,8 @@ def add_bench_transfer_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         dest="shapes",
         metavar="[Nx]SIZE",
-        help="as 1GiB, or 4096x16KiB: so many blocks at random places; repeatable",
+        help="as 1GiB, or 4096x16KiB: this many blocks at random places; repeatable "
+        "(default: 64KiB, 64MiB, 4096x16KiB)",
     )
     what.add_argument(
         "--repeats", type=int, metavar="N", help="transfers of each shape (default: 20)"

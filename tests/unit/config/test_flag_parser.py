@@ -65,7 +65,7 @@ def test_help_shows_every_option_with_words(options_class):
         assert (spec.flag in text or spec.positional) != spec.hidden, spec.key
         assert spec.help_text[0].islower() or spec.help_text.startswith(("HTTP", "CPU", "KV"))
         assert not spec.help_text.endswith("."), spec.key
-        assert not spec.is_optional or spec.hidden or "none" in spec.help_text, spec.key
+        assert "none takes" not in spec.help_text, spec.key  # but as `default_text`
 
 
 def test_help_calls_seconds_only_what_is_counted_in_them():
@@ -74,6 +74,22 @@ def test_help_calls_seconds_only_what_is_counted_in_them():
     words = dict(re.findall(r"--(\S+) ([A-Z]+)", parser.format_help()))
     assert words["retry-share"] == words["transfer-bytes-per-s"] == "X"
     assert words["drain-timeout-s"] == "SECONDS"
+    assert words["tls-cert"] == "FILE"
+    assert words["host"] == "ADDRESS"
+
+
+def test_help_says_every_default_as_it_would_be_written():
+    parser = FlagParser(prog="neuron-di")
+    add_flags(parser, ServeOptions)
+    words = {action.dest: action.help for action in parser._actions}
+    for spec in specs_of(ServeOptions).values():
+        assert spec.hidden or spec.positional or "(default: " in words[spec.key], spec.key
+    assert words["header_bytes_max"] == "size of a request's head (default: 16KiB)"
+    assert words["drain_timeout_s"].endswith("at shutdown (default: 60)")
+    assert words["transfer_bytes_per_s"].endswith("(default: 100000000)")
+    assert words["model_name"].endswith("(default: the folder's name)")
+    text = " ".join(parser.format_help().split())
+    assert "--etcd HOST:PORT,...|auto addresses" in text
 
 
 @pytest.mark.parametrize(
