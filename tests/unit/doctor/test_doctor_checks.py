@@ -112,7 +112,7 @@ def test_a_device_may_leave_nothing_to_look_at(
 
 def test_the_page_has_every_group_in_order() -> None:
     page = (Path(__file__).parents[3] / "docs/doctor.md").read_text(encoding="utf-8")
-    table = page.partition("## What it looks at")[2].partition("##")[0]
+    table = page.partition("## What it checks")[2].partition("##")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(GROUPS)
 
 
