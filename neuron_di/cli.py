@@ -153,7 +153,7 @@ def _run(arguments: list[str]) -> int:
 def _parser() -> FlagParser:
     parser = FlagParser(
         prog="neuron-di",
-        usage="neuron-di COMMAND …",
+        usage="neuron-di COMMAND ...",
         description=fill(_DESCRIPTION, _HELP_COLUMNS) + "\n\n" + _overview(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -36,8 +36,8 @@ class LimitOptions:
         "seconds until an unfinished request is ended", default=600.0, at_least=1, at_most=86_400
     )
     queue_timeout_s: float = option(
-        "seconds a request may wait for its turn, and then again for workers that can serve it, "
-        "before it is answered 503",
+        "seconds a request may wait for its turn, and then again for workers that can serve it "
+        "or have room, before it is answered 503",
         default=30.0,
         at_least=0,
         at_most=86_400,
