@@ -150,7 +150,7 @@ def real_parser(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
         if re.fullmatch(r"run_\w+", name):
             monkeypatch.setattr(cli, name, stop)
     monkeypatch.setattr("neuron_di.status.show_status", stop)
-    commands = {name: (options, stop, text) for name, (options, _, text) in cli._COMMANDS.items()}
+    commands = {name: (options, stop) for name, (options, _) in cli._COMMANDS.items()}
     monkeypatch.setattr(cli, "_COMMANDS", commands)
 
     def accept(words: list[str]) -> None:

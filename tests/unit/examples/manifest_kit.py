@@ -85,7 +85,7 @@ def options(documents: tuple[Document, ...], pod: Document) -> Any:
 
 def parsed(words: list[str], variables: Mapping[str, str]) -> Any:
     """The options of `neuron-di WORDS` in this environment."""
-    options_class, _, _ = _COMMANDS[words[0]]
+    options_class, _ = _COMMANDS[words[0]]
     assert is_dataclass(options_class)
     parser = FlagParser(prog="neuron-di")
     add_flags(parser, options_class)
