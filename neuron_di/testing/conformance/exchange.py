@@ -91,7 +91,8 @@ class Endpoint:
         """The entry of /v1/models for `model`, or the first one, which becomes `model`."""
         document = (await self.send(Ask(path="/v1/models", method="GET"))).document()
         entries = document.get("data") if isinstance(document, dict) else None
-        known = [each for each in entries or () if isinstance(each, dict) and "id" in each]
+        listed = entries if isinstance(entries, list) else []
+        known = [each for each in listed if isinstance(each, dict) and "id" in each]
         if not known:
             raise PeerError(f"{self.url} lists no model at /v1/models")
         named = [each for each in known if each["id"] == self.model]

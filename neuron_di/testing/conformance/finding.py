@@ -30,5 +30,8 @@ ABSENT = _Absent()
 
 def shorten(value: Any, chars_max: int = VALUE_CHARS_MAX) -> str:
     """A value to be read by people, not longer than that."""
-    words = repr(value)
+    try:
+        words = repr(value)
+    except RecursionError:
+        words = "(nested too deeply to be shown)"
     return words if len(words) <= chars_max else f"{words[: chars_max - 1]}…"

@@ -42,7 +42,7 @@ def read_events(body: bytes) -> tuple[list[Json], list[Fault]]:
             continue
         try:
             chunk = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             chunk = None
         if isinstance(chunk, dict):
             chunks.append(chunk)

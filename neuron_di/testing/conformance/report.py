@@ -105,7 +105,7 @@ def _details(result: Result) -> Iterator[str]:
     for side, message in result.refused.items():
         yield _cut(f"  {side} says: {shorten(message)}")
     for label, fault in result.faults[:SHOWN_MAX]:
-        yield _cut(f"  {label}: {fault.where} {_plain(fault.what)}")
+        yield _cut(f"  {label}: {fault.where} {fault.what}")
     for left, right, found in result.differences[:SHOWN_MAX]:
         yield _cut(f"  {found.path}")
         yield _cut(f"    {left:<9} {shorten(found.left)}")
@@ -116,9 +116,6 @@ def _details(result: Result) -> Iterator[str]:
 
 
 def _cut(line: str) -> str:
+    """To the width, and without what could move a terminal's cursor: endpoints said it."""
+    line = "".join(char if char.isprintable() else " " for char in line)
     return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
-
-
-def _plain(words: str) -> str:
-    """What an endpoint said, without what could move a terminal's cursor."""
-    return "".join(char if char.isprintable() else " " for char in words)

@@ -7,19 +7,22 @@ rules by itself, a stream must add up to the whole answer, and A's must equal B'
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from neuron_di.errors import PeerError
 from neuron_di.testing.conformance.answer_rules import check_answer, check_refusal, error_of, names
 from neuron_di.testing.conformance.case import PATHS, PROMPT, Case, Mode, Probe
 from neuron_di.testing.conformance.compare import Comparison, Rules
 from neuron_di.testing.conformance.exchange import Ask, Endpoint, Heard, Json, Side
-from neuron_di.testing.conformance.finding import Difference, Fault
+from neuron_di.testing.conformance.finding import Difference, Fault, shorten
 from neuron_di.testing.conformance.joined import join, read_events
 from neuron_di.testing.conformance.stream_rules import check_stream
 
 Outcome = Literal["same", "differs", "broken", "refused"]
 REFUSING = (400, 404, 422, 501)  # statuses by which a field may be said to be not supported
+CONTEXT_TOKENS_MAX = 10_000_000  # a case sends a prompt that is longer than the context
+# What reading a document raises where its members have other types than those of any answer.
+ODD = (TypeError, AttributeError, LookupError, ValueError, OverflowError, RecursionError)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +50,6 @@ class Result:
 async def learn(endpoint: Endpoint, *, long_prompt_chars: int) -> Probe:
     """Ask what the cases build on. Raises PeerError where nothing can be learnt."""
     entry = await endpoint.find_model()
-    context = entry.get("max_model_len")
     fields: Json = {"model": endpoint.model, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
     told = await _completion(endpoint, {**fields, "return_token_ids": True})
     whole = told or await _completion(endpoint, fields)
@@ -57,10 +59,19 @@ async def learn(endpoint: Endpoint, *, long_prompt_chars: int) -> Probe:
     return Probe(
         token_0=first["text"],
         text=whole["text"],
-        token_ids=tuple(whole.get("token_ids") or ()),
-        context_tokens=context if isinstance(context, int) else None,
+        token_ids=_token_ids(whole.get("token_ids")),
+        context_tokens=_context_tokens(entry.get("max_model_len")),
         long_prompt_chars=long_prompt_chars,
     )
+
+
+def _token_ids(told: Any) -> tuple[int, ...]:
+    is_list = isinstance(told, list) and all(type(each) is int for each in told)
+    return tuple(told) if is_list else ()
+
+
+def _context_tokens(told: Any) -> int | None:
+    return told if type(told) is int and 0 < told <= CONTEXT_TOKENS_MAX else None
 
 
 async def _completion(endpoint: Endpoint, body: Json) -> Json | None:
@@ -117,10 +128,19 @@ async def run_case(
                 result.faults.append((label, Fault("response", f"did not come: {answer.message}")))
                 continue
             body = ask.body if isinstance(ask.body, dict) else {}
-            document = _look(case, mode, body, answer, result, endpoint.side)
+            try:
+                document = _look(case, mode, body, answer, result, endpoint.side)
+            except ODD as error:
+                fault = Fault("response", f"has members that no answer has: {shorten(error)}")
+                result.faults.append((label, fault))
+                continue
             if document is not None:
                 answers[endpoint.side, mode] = document
-    _compare(case, answers, rules, result)
+    try:
+        _compare(case, answers, rules, result)
+    except ODD as error:
+        odd = Difference("$, which cannot be compared", error, error)
+        result.differences.append(("A", "B", odd))
     return result
 
 
@@ -162,8 +182,7 @@ def _look(
         chunks, faults = read_events(heard.body)
         found([*faults, *check_stream(body, heard, chunks)])
         document = join(chunks) if chunks else None
-    faults = list(check_answer(body, document))
-    found(faults)
+    found(check_answer(body, document))
     if not isinstance(document, dict) or not document.get("choices"):
         return None
     for check in case.checks:
