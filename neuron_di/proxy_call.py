@@ -11,22 +11,22 @@ from urllib.parse import SplitResult, urlsplit
 from neuron_di.errors import ConfigError, PeerGone, Unauthorized
 
 
-def check_address(url: str) -> SplitResult:
-    """The parts of an http or https address. ConfigError when it is none."""
+def check_address(url: str, source: str = "--url") -> SplitResult:
+    """The parts of an http or https address. ConfigError, which names the source, if it is none."""
     if "@" in url:  # looked at first: no other refusal is to show a password
-        raise ConfigError("--url takes no user; a key is in a variable")
+        raise ConfigError(f"{source} takes no user; a key is in a variable")
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
         if host:
             host.encode("idna")  # as what looks it up does
     except ValueError as error:
-        raise ConfigError(f"--url {url!r}: {error}") from None
+        raise ConfigError(f"{source} {url!r}: {error}") from None
     is_plain = url.isprintable() and " " not in url
     if parts.scheme not in ("http", "https") or not host or not is_plain:
-        raise ConfigError(f"--url {url!r} is no address such as http://127.0.0.1:8000")
+        raise ConfigError(f"{source} {url!r} is no address such as http://127.0.0.1:8000")
     if parts.query or parts.fragment:
-        raise ConfigError("--url takes no query; a key is in a variable")
+        raise ConfigError(f"{source} takes no query; a key is in a variable")
     return parts
 
 

@@ -3,13 +3,17 @@
 import argparse
 import asyncio
 import json
+import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 import aiohttp
 from rich.console import Console
 
 from neuron_di.errors import ConfigError, PeerError
+from neuron_di.proxy_call import check_address, check_key
 from neuron_di.testing.conformance.case import Case
 from neuron_di.testing.conformance.chat_cases import CHAT_CASES
 from neuron_di.testing.conformance.compare import Rules
@@ -17,7 +21,7 @@ from neuron_di.testing.conformance.completion_cases import COMPLETION_CASES
 from neuron_di.testing.conformance.exchange import Endpoint
 from neuron_di.testing.conformance.refusal_cases import HEADER_CASES, REFUSAL_CASES
 from neuron_di.testing.conformance.report import report_document, report_lines
-from neuron_di.testing.conformance.run import learn, run_cases
+from neuron_di.testing.conformance.run import Result, learn, run_cases
 
 CASES: tuple[Case, ...] = (*COMPLETION_CASES, *CHAT_CASES, *HEADER_CASES, *REFUSAL_CASES)
 
@@ -34,6 +38,7 @@ def run_conformance(flags: argparse.Namespace) -> int:
         raise ConfigError("two URLs are needed, as in: conformance http://a:8000 http://b:8000")
     if not cases:
         raise ConfigError(f"no case is called {' or '.join(flags.case)}: see --list")
+    _check(flags)
     try:
         lines, code = asyncio.run(_run(flags, cases))
     except PeerError as error:
@@ -66,7 +71,10 @@ async def _run(flags: argparse.Namespace, cases: list[Case]) -> tuple[list[str],
         probes = [await learn(each, long_prompt_chars=chars) for each in endpoints]
         if flags.text != "shape":
             probes[1] = probes[0]  # one model: both are asked the same
-        results = await run_cases(cases, endpoints, probes, rules, at_once=flags.at_once)
+        with show_progress(len(cases)) as tell:
+            results = await run_cases(
+                cases, endpoints, probes, rules, at_once=flags.at_once, tell=tell
+            )
     if flags.json:
         lines = [json.dumps(report_document(results, endpoints, rules), indent=2)]
     else:
@@ -75,10 +83,44 @@ async def _run(flags: argparse.Namespace, cases: list[Case]) -> tuple[list[str],
     return lines, 0 if is_good else 1
 
 
+def _check(flags: argparse.Namespace) -> None:
+    check_address(flags.url_a, "URL_A")
+    check_address(flags.url_b, "URL_B")
+    for name, value in (
+        ("--at-once", flags.at_once),
+        ("--long-prompt-chars", flags.long_prompt_chars),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} must be a whole number, at least 1, not {value}")
+    tolerance = flags.logprob_tolerance
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise ConfigError(f"--logprob-tolerance must be a number, at least 0, not {tolerance:g}")
+
+
+@contextmanager
+def show_progress(num_cases: int) -> Iterator[Callable[[Result], None]]:
+    """Says on a terminal, on standard error, how far the run is; elsewhere nothing."""
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    num_done = 0
+    with console.status(f"0 of {num_cases} cases") as status:
+
+        def tell(result: Result) -> None:
+            nonlocal num_done
+            num_done += 1
+            case = result.case.name
+            status.update(f"{num_done} of {num_cases} cases; {case}: {result.outcome}")
+
+        yield tell
+
+
 def _key(name: str | None) -> str | None:
     """A key from the environment: on a command line, others could read it."""
     if name is None:
         return None
     if name not in os.environ:
         raise ConfigError(f"the environment has no {name}, which should hold an API key")
+    check_key(os.environ[name])
     return os.environ[name]

@@ -15,6 +15,7 @@ from neuron_di.errors import PeerError, PeerGone, PeerTimeout
 
 Json = dict[str, Any]
 Side = Literal["A", "B"]
+BODY_BYTES_MAX = 16 << 20  # of an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class Endpoint:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def send(self, ask: Ask) -> Heard:
-        """Send and read to the end. Raises PeerGone or PeerTimeout where no response comes.
+        """Send and read to the end. Raises PeerError where no response comes, or one without end.
 
         A response that breaks off is a response: its body ends where the connection did.
         """
@@ -113,6 +114,9 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     try:
         async for piece in response.content.iter_any():
             body += piece
+            if len(body) > BODY_BYTES_MAX:
+                mebibytes = BODY_BYTES_MAX >> 20
+                raise PeerError(f"{response.url} answers with more than {mebibytes} MiB")
     except aiohttp.ClientPayloadError:
         pass  # it was cut: what there is shows where
     return bytes(body)

@@ -97,6 +97,7 @@ async def run_cases(
 
     `probes`, one for each endpoint, are the same one where both have the same model.
     """
+    assert at_once >= 1, "no case would ever begin"
     places = asyncio.Semaphore(at_once)
 
     async def one(case: Case) -> Result:

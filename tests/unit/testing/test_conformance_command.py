@@ -1,0 +1,80 @@
+"""What `neuron-di conformance` refuses before it sends anything, and what it says meanwhile."""
+
+import asyncio
+
+import aiohttp
+import pytest
+from aiohttp import web
+from answering_endpoint import AnsweringEndpoint, whole
+
+from neuron_di.cli import main
+from neuron_di.errors import PeerError
+from neuron_di.testing.conformance import Endpoint, Probe, Rules, choose, run_cases
+from neuron_di.testing.conformance.command import show_progress
+from neuron_di.testing.conformance.exchange import Ask
+
+URL = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((URL, URL, "--at-once=0"), "--at-once must be a whole number, at least 1, not 0"),
+        ((URL, URL, "--at-once=-1"), "--at-once must be a whole number, at least 1, not -1"),
+        ((URL, URL, "--long-prompt-chars=0"), "--long-prompt-chars must be a whole number"),
+        ((URL, URL, "--logprob-tolerance=-1"), "--logprob-tolerance must be a number, at least 0"),
+        ((URL, URL, "--logprob-tolerance=inf"), "at least 0, not inf"),
+        ((URL, URL, "--logprob-tolerance=nan"), "at least 0, not nan"),
+        (("http://me:secret@a", URL), "URL_A takes no user"),
+        ((URL, "http://me:secret@a"), "URL_B takes no user"),
+        ((URL, "ftp://a"), "URL_B 'ftp://a' is no address"),
+        ((URL, URL, "--key-env-a=ODD_KEY"), "the API key has characters that no header can carry"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, words, capsys, monkeypatch):
+    monkeypatch.setenv("ODD_KEY", "secret\n")
+    assert main(["conformance", *arguments]) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert "secret" not in said.err + said.out
+    assert said.out == ""
+
+
+async def test_an_answer_without_end_is_not_read_without_end():
+    async def handle(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * (1 << 20))
+
+    app = web.Application()
+    app.router.add_get("/v1/models", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+            with pytest.raises(PeerError, match="/v1/models answers with more than 16 MiB"):
+                await Endpoint("A", url, session).send(Ask(path="/v1/models", method="GET"))
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+async def test_only_a_terminal_is_told_of_each_case(is_terminal, capsys, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    error = {"message": "no n", "type": "x", "param": "n", "code": None}
+    endpoints = [AnsweringEndpoint(side, lambda _: whole({"error": error}, status=400))
+                 for side in ("A", "B")]  # fmt: skip
+    probe = Probe(token_0="a", text="a b", token_ids=(), context_tokens=None, long_prompt_chars=9)
+    cases = choose(["refuse-n-0", "n-3"])
+    with show_progress(len(cases)) as tell:
+        await run_cases(cases, endpoints, [probe, probe], Rules(), at_once=1, tell=tell)
+    said = capsys.readouterr()
+    assert ("2 of 2 cases; refuse-n-0: same" in said.err) is is_terminal
+    assert is_terminal or said.err == ""
+    assert said.out == ""
