@@ -154,7 +154,7 @@ def check_refusal(heard: Heard, statuses: tuple[int, ...], param: str | None) ->
             return
     if heard.content_type != "application/json":
         yield Fault("header content-type", f"is {heard.content_type!r}")
-    error = error_of(heard)
+    error = heard.error()
     if error is None:
         yield Fault("$.error", "is missing")
         return
@@ -165,13 +165,6 @@ def check_refusal(heard: Heard, statuses: tuple[int, ...], param: str | None) ->
         yield Fault("$.error.message", "says nothing")
     if param is not None and not names(error, param):
         yield Fault("$.error", f"does not name `{param}`")
-
-
-def error_of(heard: Heard) -> Json | None:
-    """The error in an error document."""
-    document = heard.document()
-    error = document.get("error") if isinstance(document, dict) else None
-    return error if isinstance(error, dict) else None
 
 
 def names(error: Json, param: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import aiohttp
 
 from neuron_di.errors import PeerError, PeerGone, PeerTimeout
+from neuron_di.testing.conformance.finding import shorten
 
 Json = dict[str, Any]
 Side = Literal["A", "B"]
@@ -47,6 +48,19 @@ class Heard:
             return json.loads(self.body)
         except (ValueError, RecursionError):
             return None
+
+    def error(self) -> Json | None:
+        """The error in an error document."""
+        document = self.document()
+        error = document.get("error") if isinstance(document, dict) else None
+        return error if isinstance(error, dict) else None
+
+    def in_words(self) -> str:
+        """The status, and the error's message or what else the body is: not long, printable."""
+        error = self.error()
+        if error is not None:
+            return f"status {self.status}: {shorten(error.get('message'))}"
+        return f"status {self.status}, {shorten(self.content_type)}"
 
 
 class Endpoint:
@@ -90,12 +104,13 @@ class Endpoint:
 
     async def find_model(self) -> Json:
         """The entry of /v1/models for `model`, or the first one, which becomes `model`."""
-        document = (await self.send(Ask(path="/v1/models", method="GET"))).document()
+        heard = await self.send(Ask(path="/v1/models", method="GET"))
+        document = heard.document() if heard.status == 200 else None
         entries = document.get("data") if isinstance(document, dict) else None
         listed = entries if isinstance(entries, list) else []
         known = [each for each in listed if isinstance(each, dict) and "id" in each]
         if not known:
-            raise PeerError(f"{self.url} lists no model at /v1/models")
+            raise PeerError(f"{self.url} lists no model at /v1/models ({heard.in_words()})")
         named = [each for each in known if each["id"] == self.model]
         if self.model and not named:
             raise PeerError(f"{self.url} has no model {self.model!r}")

@@ -6,11 +6,12 @@ rules by itself, a stream must add up to the whole answer, and A's must equal B'
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_di.errors import PeerError
-from neuron_di.testing.conformance.answer_rules import check_answer, check_refusal, error_of, names
+from neuron_di.testing.conformance.answer_rules import check_answer, check_refusal, names
 from neuron_di.testing.conformance.case import PATHS, PROMPT, Case, Mode, Probe
 from neuron_di.testing.conformance.compare import Comparison, Rules
 from neuron_di.testing.conformance.exchange import Ask, Endpoint, Heard, Json, Side
@@ -51,11 +52,10 @@ async def learn(endpoint: Endpoint, *, long_prompt_chars: int) -> Probe:
     """Ask what the cases build on. Raises PeerError where nothing can be learnt."""
     entry = await endpoint.find_model()
     fields: Json = {"model": endpoint.model, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
-    told = await _completion(endpoint, {**fields, "return_token_ids": True})
-    whole = told or await _completion(endpoint, fields)
+    whole = await _completion(endpoint, {**fields, "return_token_ids": True}, fields)
     first = await _completion(endpoint, {**fields, "max_tokens": 1})
-    if whole is None or first is None or not first["text"].strip():
-        raise PeerError(f"{endpoint.url} does not complete a text, so that nothing can be tried")
+    if not first["text"].strip():
+        raise PeerError(f"{endpoint.url} begins {PROMPT!r} with no text to be tried with")
     return Probe(
         token_0=first["text"],
         text=whole["text"],
@@ -74,14 +74,17 @@ def _context_tokens(told: Any) -> int | None:
     return told if type(told) is int and 0 < told <= CONTEXT_TOKENS_MAX else None
 
 
-async def _completion(endpoint: Endpoint, body: Json) -> Json | None:
-    """The choice of a completion; None where there is none."""
-    heard = await endpoint.send(Ask(path=PATHS["completions"], body=body))
-    try:
-        choice: Json = heard.document()["choices"][0]
-        return choice if isinstance(choice["text"], str) else None
-    except (TypeError, KeyError, IndexError):
-        return None
+async def _completion(endpoint: Endpoint, *bodies: Json) -> Json:
+    """The choice of the first one that is completed. Raises PeerError where none is."""
+    said = ""
+    for body in bodies:
+        heard = await endpoint.send(Ask(path=PATHS["completions"], body=body))
+        said = heard.in_words()
+        with suppress(TypeError, LookupError):
+            choice: Json = heard.document()["choices"][0]
+            if isinstance(choice["text"], str):
+                return choice
+    raise PeerError(f"{endpoint.url} does not complete a text ({said}): nothing can be tried")
 
 
 async def run_cases(
@@ -166,7 +169,7 @@ def _look(
         found(check_refusal(heard, case.must_refuse.statuses, case.must_refuse.param))
         return _error_document(heard)
     if heard.status != 200:
-        error = error_of(heard)
+        error = heard.error()
         fields = [name for name in body if name != "model"]
         if heard.status in REFUSING and error and any(names(error, name) for name in fields):
             found(check_refusal(heard, REFUSING, None))
@@ -198,7 +201,7 @@ def _header_faults(case: Case, heard: Heard) -> Iterator[Fault]:
 
 
 def _error_document(heard: Heard) -> Json | None:
-    error = error_of(heard)
+    error = heard.error()
     if error is None:
         return None
     known = {key: error.get(key) for key in ("type", "param", "code")}

@@ -9,7 +9,15 @@ from answering_endpoint import AnsweringEndpoint, whole
 
 from neuron_di.cli import main
 from neuron_di.errors import PeerError
-from neuron_di.testing.conformance import Endpoint, Probe, Rules, choose, run_cases
+from neuron_di.testing.conformance import (
+    Endpoint,
+    Heard,
+    Probe,
+    Rules,
+    choose,
+    learn,
+    run_cases,
+)
 from neuron_di.testing.conformance.command import show_progress
 from neuron_di.testing.conformance.exchange import Ask
 
@@ -38,6 +46,33 @@ def test_what_cannot_be_is_refused(arguments, words, capsys, monkeypatch):
     assert words in said.err
     assert "secret" not in said.err + said.out
     assert said.out == ""
+
+
+MODELS = whole({"data": [{"id": "m"}]})
+DENIED = {"error": {"message": "the API key is not valid\x1b[2J" + "x" * 1000, "code": "y"}}
+
+
+@pytest.mark.parametrize(
+    ("models", "completion", "words"),
+    [
+        (whole(DENIED, status=401), None, "lists no model at /v1/models (status 401: 'the API key"),
+        (whole(b"7", status=500), None, "lists no model at /v1/models (status 500, 'application/"),
+        (Heard(status=200, headers={"content-type": "text/html"}, body=b"<p>"), None,
+         "lists no model at /v1/models (status 200, 'text/html')"),
+        (MODELS, whole(DENIED, status=502), "complete a text (status 502: 'the API key is not"),
+        (MODELS, whole({"choices": []}), "complete a text (status 200, 'application/json')"),
+        (MODELS, whole({"choices": [{"text": " "}]}), "with no text"),
+    ],
+)  # fmt: skip
+async def test_why_nothing_can_be_tried_is_said(models, completion, words):
+    endpoint = AnsweringEndpoint(
+        "A", lambda ask: models if ask.path == "/v1/models" else completion
+    )
+    with pytest.raises(PeerError) as raised:
+        await learn(endpoint, long_prompt_chars=9)
+    assert words in raised.value.message
+    assert raised.value.message.isprintable()
+    assert len(raised.value.message) < 300
 
 
 async def test_an_answer_without_end_is_not_read_without_end():
