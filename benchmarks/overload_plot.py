@@ -17,16 +17,20 @@ _GOOD, _LATE, _REFUSED, _LOST = "#0072B2", "#E69F00", "#BBBBBB", "#D55E00"
 def plot_overload(
     loads: Sequence["Load"], promised: float, patience_s: float, machine: str, path: Path
 ) -> None:
-    """Loads in the order in which they were applied. `promised` is a share of the peak."""
+    """Loads in the order in which they were applied. `promised` is a share of the peak.
+
+    Each is called by what was offered, as a multiple of the best goodput where there was any.
+    """
     figure = Figure(figsize=(11, 4), layout="constrained")
     rates, times = figure.subplots(1, 2)
-    names = [f"{load.times:g} ×" for load in loads]
+    peak = max(load.goodput for load in loads)
+    names = [f"{load.offered / peak:.1f} ×" if peak else f"{load.offered:.1f}/s" for load in loads]
     names[-1] += "\nagain"
     _draw_rates(rates, loads, promised)
     _draw_times(times, loads, patience_s)
     for axes in (rates, times):
         axes.set_xticks(range(len(loads)), names)
-        axes.set_xlabel("offered load, of what can be answered")
+        axes.set_xlabel("offered load, of the best goodput" if peak else "offered load")
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
