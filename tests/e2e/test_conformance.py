@@ -138,6 +138,11 @@ def _break_off(chunks: Chunks) -> None:
     chunks[2:] = [{"error": error}, "[DONE]"]
 
 
+def _with_one_id(relayed: Relayed) -> None:
+    in_whole(lambda document: document.update(id="one"))(relayed)
+    in_stream(lambda chunks: [c.update(id="one") for c in chunks[:-1]] and None)(relayed)
+
+
 def _cut_character(body: bytes) -> bytes:
     at = body.index("京".encode())
     return body[: at + 1] + body[at + 3 :]
@@ -184,6 +189,12 @@ SPOILT: list[tuple[str, str, Change, str]] = [
      "chunk[3].model changed within the stream"),
     ("the time changes", "length-64", in_stream(lambda c: c[3].update(created=1)),
      "chunk[3].created changed within the stream"),
+    ("the time is no time", "length-64",
+     in_whole(lambda d: d.update(created=5)), "$.created is not a time within a day of now"),
+    ("an id comes twice", "length-64", _with_one_id, "$.id is that of B whole of length-64, too"),
+    ("a key comes twice", "chat",
+     in_bytes(lambda body: body.replace(b'"choices"', b'"choices": [], "choices"', 1)),
+     "event[0] has 'choices' twice in one object"),
     ("chunks are no chunks", "chat", in_stream(lambda c: c[1].update(object="chat.completion")),
      "object is not 'chat.completion.chunk'"),
     ("a data line is split", "length-64",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from neuron_di.clock import unix_s
 from neuron_di.testing.conformance.exchange import Heard, Json
 from neuron_di.testing.conformance.finding import Fault
 
@@ -12,6 +13,7 @@ FINISH_REASONS = {
     False: ("stop", "length", "content_filter"),
 }
 ERROR_KEYS = ("message", "type", "param", "code")
+DAY_S = 86_400  # a clock may be wrong, or in another zone
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
@@ -36,8 +38,11 @@ def check_answer(body: Json, document: Any) -> Iterator[Fault]:
         yield Fault("$.object", f"is not {wanted!r}")
     if not (isinstance(document.get("id"), str) and document["id"]):
         yield Fault("$.id", "is not a text")
-    if not isinstance(document.get("created"), int):
+    created = document.get("created")
+    if not isinstance(created, int):
         yield Fault("$.created", "is not a whole number")
+    elif abs(created - unix_s()) > DAY_S:
+        yield Fault("$.created", "is not a time within a day of now, in seconds since 1970")
     if document.get("model") != body["model"]:
         yield Fault("$.model", "is not what was asked for")
     choices = document.get("choices") or []

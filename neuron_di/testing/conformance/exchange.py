@@ -5,6 +5,7 @@ looked at, so nobody may mend it on the way.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -44,10 +45,11 @@ class Heard:
 
     def document(self) -> Any:
         """The body as JSON; None where it is none."""
-        try:
-            return json.loads(self.body)
-        except (ValueError, RecursionError):
-            return None
+        return read_json(self.body)[0]
+
+    def doubled_keys(self) -> list[str]:
+        """The keys that an object of the body has twice."""
+        return read_json(self.body)[1]
 
     def error(self) -> Json | None:
         """The error in an error document."""
@@ -117,6 +119,22 @@ class Endpoint:
         entry: Json = (named or known)[0]
         self.model = str(entry["id"])
         return entry
+
+
+def read_json(text: bytes | str) -> tuple[Any, list[str]]:
+    """A document, None where it is none, and the keys that an object in it has twice."""
+    doubled: list[str] = []
+
+    def make(pairs: list[tuple[str, Any]]) -> Json:
+        if len(dict(pairs)) < len(pairs):
+            counted = Counter(key for key, _ in pairs)
+            doubled.extend(key for key, count in counted.items() if count > 1)
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=make), doubled
+    except (ValueError, RecursionError):
+        return None, []
 
 
 def to_bytes(document: Any) -> bytes:

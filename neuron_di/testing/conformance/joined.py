@@ -1,11 +1,10 @@
 """A stream's events, and the whole answer that they add up to."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from neuron_di.testing.conformance.exchange import Json
-from neuron_di.testing.conformance.finding import Fault
+from neuron_di.testing.conformance.exchange import Json, read_json
+from neuron_di.testing.conformance.finding import Fault, shorten
 
 DONE = "[DONE]"
 
@@ -40,10 +39,8 @@ def read_events(body: bytes) -> tuple[list[Json], list[Fault]]:
         if data == DONE:
             num_done += 1
             continue
-        try:
-            chunk = json.loads(data)
-        except (ValueError, RecursionError):
-            chunk = None
+        chunk, doubled = read_json(data)
+        faults += [Fault(where, f"has {shorten(key)} twice in one object") for key in doubled]
         if isinstance(chunk, dict):
             chunks.append(chunk)
         else:

@@ -30,13 +30,15 @@ ODD = (TypeError, AttributeError, LookupError, ValueError, OverflowError, Recurs
 class Result:
     """What a case found. Endpoints are "A" and "B", answers "A whole", "B stream" and so on.
 
-    `refused` has, by endpoint, the error that names a field which that one does not support.
+    `refused` has, by endpoint, the error that names a field which that one does not support; `ids`
+    those of the answers, but where the client chose the request's.
     """
 
     case: Case
     faults: list[tuple[str, Fault]] = field(default_factory=list)
     differences: list[tuple[str, str, Difference]] = field(default_factory=list)
     refused: dict[Side, str] = field(default_factory=dict)
+    ids: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def outcome(self) -> Outcome:
@@ -102,14 +104,30 @@ async def run_cases(
     """
     assert at_once >= 1, "no case would ever begin"
     places = asyncio.Semaphore(at_once)
+    known: dict[tuple[str, str], str] = {}
 
     async def one(case: Case) -> Result:
         async with places:
             result = await run_case(case, endpoints, probes, rules)
+        _check_ids(result, known)
         tell(result)
         return result
 
     return list(await asyncio.gather(*(one(case) for case in cases)))
+
+
+def _note_id(result: Result, label: str, answer_id: Any) -> None:
+    if isinstance(answer_id, str) and "X-Request-Id" not in result.case.headers:
+        result.ids.append((label, answer_id))
+
+
+def _check_ids(result: Result, known: dict[tuple[str, str], str]) -> None:
+    """No two answers of an endpoint have the same id. `known` says where each was first seen."""
+    for label, answer_id in result.ids:
+        here = f"{label} of {result.case.name}"
+        first = known.setdefault((label[0], answer_id), here)
+        if first != here:
+            result.faults.append((label, Fault("$.id", f"is that of {first}, too")))
 
 
 async def run_case(
@@ -140,6 +158,7 @@ async def run_case(
                 continue
             if document is not None:
                 answers[endpoint.side, mode] = document
+                _note_id(result, label, document.get("id"))
     try:
         _compare(case, answers, rules, result)
     except ODD as error:
@@ -165,6 +184,7 @@ def _look(
         result.faults.extend((label, fault) for fault in faults)
 
     found(_header_faults(case, heard))
+    found(Fault("$", f"has {shorten(key)} twice in one object") for key in heard.doubled_keys())
     if case.must_refuse is not None:
         found(check_refusal(heard, case.must_refuse.statuses, case.must_refuse.param))
         return _error_document(heard)

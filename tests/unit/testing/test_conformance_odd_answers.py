@@ -9,7 +9,7 @@ import pytest
 from answering_endpoint import AnsweringEndpoint, stream, whole
 
 from neuron_di.errors import PeerError
-from neuron_di.testing.conformance import Probe, Rules, choose, learn, run_case, run_cases
+from neuron_di.testing.conformance import Heard, Probe, Rules, choose, learn, run_case, run_cases
 from neuron_di.testing.conformance.report import report_document, report_lines
 
 PROBE = Probe(token_0=" a", text=" a b", token_ids=(5, 6), context_tokens=64, long_prompt_chars=100)
@@ -146,6 +146,67 @@ async def test_what_cannot_be_compared_differs():
     endpoints = AnsweringEndpoint("A", answers), AnsweringEndpoint("B", answers)
     result = await run_case(case, endpoints, (PROBE, PROBE), Rules())
     assert [found.path for *_, found in result.differences] == ["$, which cannot be compared"]
+
+
+def with_ids(answers):
+    """A new id for each answer."""
+    numbers = itertools.count()
+
+    def numbered(ask):
+        heard = answers(ask)
+        body = heard.body.replace(b'"id": "i"', b'"id": "i-%d"' % next(numbers))
+        return Heard(status=heard.status, headers=heard.headers, body=body)
+
+    return numbered
+
+
+async def faults_of(answers, *names):
+    """What is found of B in runs of these cases; A's answers are good."""
+    endpoints = AnsweringEndpoint("A", with_ids(chat_answers)), AnsweringEndpoint("B", answers)
+    results = await run_cases(choose(list(names)), endpoints, (PROBE, PROBE), Rules(), at_once=1)
+    faults = [(label, *fault) for result in results for label, fault in result.faults]
+    assert not [fault for fault in faults if fault[0][0] == "A" and fault[1] in ("$.id", "$")]
+    return [fault for fault in faults if fault[0][0] == "B"]
+
+
+async def test_an_id_that_comes_twice_is_a_fault():
+    names = "chat", "chat-logprobs"
+    faults = [fault for fault in await faults_of(chat_answers, *names) if fault[1] == "$.id"]
+    assert faults == [
+        ("B stream", "$.id", "is that of B whole of chat, too"),
+        ("B whole", "$.id", "is that of B whole of chat, too"),
+        ("B stream", "$.id", "is that of B whole of chat, too"),
+    ]
+
+
+async def test_an_id_may_follow_from_what_the_client_calls_its_request():
+    assert not [f for f in await faults_of(chat_answers, "chat-request-id") if f[1] == "$.id"]
+
+
+@pytest.mark.parametrize(
+    ("after_s", "is_right"),
+    [(-3600, True), (3600, True), (-2 * 86_400, False), (2 * 86_400, False)],
+)
+async def test_a_time_is_near_now(after_s, is_right):
+    def answers(ask):
+        heard = with_ids(chat_answers)(ask)
+        now = str(HEAD["created"]).encode()
+        then = str(HEAD["created"] + after_s).encode()
+        return Heard(status=200, headers=heard.headers, body=heard.body.replace(now, then))
+
+    wrong = [fault for fault in await faults_of(answers, "chat") if fault[1] == "$.created"]
+    assert [fault[0] for fault in wrong] == ([] if is_right else ["B whole", "B stream"])
+
+
+async def test_a_key_that_an_object_has_twice_is_a_fault():
+    def answers(ask):
+        heard = chat_answers(ask)
+        body = heard.body.replace(b'"role": "assistant"', b'"role": "user", "role": "assistant"')
+        return Heard(status=200, headers=heard.headers, body=body)
+
+    faults = await faults_of(answers, "chat")
+    assert ("B whole", "$", "has 'role' twice in one object") in faults
+    assert ("B stream", "event[0]", "has 'role' twice in one object") in faults
 
 
 @pytest.mark.parametrize("data", [7, "m", {"id": "m"}, None, [7], []])
