@@ -42,9 +42,9 @@ class Breaker:
         return self.state() == "half_open" and self._num_trials == 0
 
     def request(self) -> "BreakerRequest":
-        """A request is with the worker for as long as a `with` block of this runs.
+        """A request is with the worker from its `begin` to its `end`, or in a `with` block.
 
-        Call what it yields at the request's first good event; further calls do nothing.
+        Call `succeed` at the request's first good event; further calls do nothing.
         """
         return BreakerRequest(self)
 

@@ -152,12 +152,11 @@ class Health:
         return self._directory if isinstance(self._directory, CandidDirectory) else None
 
     def watching(self, record: WorkerRecord, on_loss: OnLoss) -> Watching:
-        """Watch a process for a leg, for as long as a `with` block of this runs.
+        """Watch a process for a leg, from its `begin` to its `end`, or in a `with` block.
 
         `on_loss` is called once, when the process is found to be gone or frozen, perhaps at once.
-        What is yielded, `praise`, is to be called when the process did what it was asked for:
-        calls after the first do nothing. A breaker's trial ends there, however long the leg goes
-        on.
+        `praise` is to be called when the process did what it was asked for: calls after the first
+        do nothing. A breaker's trial ends there, however long the leg goes on.
         """
         return Watching(self._watch_of(record), on_loss)
 

@@ -21,7 +21,7 @@ _NUMBER_TEXT = 8  # what a number, or an alternative's few, count as: characters
 Side = Literal["prefill", "decode", "whole"]
 OnToken = Callable[[Token], None]
 
-_LAST_WORDS = (Exception, Finished, Released)
+_TERMINAL = (Exception, Finished, Released)  # what a leg ends with, as it is heard
 
 
 class Heard(NamedTuple):
@@ -99,7 +99,7 @@ class Inbox:
         else:
             ear.is_paused = ear.pauses
             self._due.append(Heard(ear.side, said))
-        if isinstance(said, _LAST_WORDS):
+        if isinstance(said, _TERMINAL):
             ear.is_over = True
             ear.relay = None
         if not is_kept:

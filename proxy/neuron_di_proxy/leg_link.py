@@ -67,7 +67,7 @@ _ENDS_PER_TURN = 8
 
 _ALIVE = bytes(encode_frame(ProxyAlive()))
 _NOTHING = Told([], [])
-_LAST_WORDS = (Failed, Finished, Released)
+_TERMINAL = (Failed, Finished, Released)  # what a leg ends with, on the wire
 
 
 class LegLink(LinkReader, asyncio.Protocol):
@@ -232,7 +232,7 @@ class LegLink(LinkReader, asyncio.Protocol):
         for number, event in events:
             if (hear := self._hear_of(number)) is None:
                 continue
-            if isinstance(event, _LAST_WORDS):
+            if isinstance(event, _TERMINAL):
                 self._ends[number] = event
                 self.lanes.pop(number, None)
             else:

@@ -30,7 +30,7 @@ LANE_TRY_TOKENS = 16  # an answer that is no plain text yet is asked again after
 
 _log = get_logger(__name__)
 
-_PREFILL_LAST_WORDS = (Exception, Released)
+_PREFILL_TERMINAL = (Exception, Released)
 _WITH_RECEIPT = (Finished, Released)
 
 # Names of their own: to look a member up in its Enum takes longer than what is done with it.
@@ -263,7 +263,7 @@ class PairOfLegs(Running):
         self._is_relayed = False
 
     def step(self, heard: Heard) -> None:
-        if heard.side == "prefill" and isinstance(heard.said, _PREFILL_LAST_WORDS):
+        if heard.side == "prefill" and isinstance(heard.said, _PREFILL_TERMINAL):
             self._is_prefill_over = True
         if self._finished is not None:
             self._note_release(heard)
