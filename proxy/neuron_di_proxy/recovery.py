@@ -152,7 +152,9 @@ class RequestRunner:
                 self._learn(attempt, error)
                 if attempt.code == WorkerFailed.code:
                     failed_step = attempt.blamed
-                room = await self._check_further(record, error, deadline, room)
+                room = self._room_after(attempt, room)
+                if not await self._is_worth_another(record, error, deadline, room):
+                    raise
             else:
                 if failed_step is not None:
                     self._convict(failed_step, attempt)
@@ -246,27 +248,23 @@ class RequestRunner:
             error = WorkerFailed(f"worker {failed_step.worker_id} failed a step")
             self._health.blame(failed_step, error)
 
-    async def _check_further(
+    def _room_after(self, attempt: Attempt, room: Deadline | None) -> Deadline | None:
+        """By when a worker must have room, where this attempt was untried for want of it."""
+        if not attempt.is_untried:
+            return None
+        return room or Deadline.after(self._limits.queue_timeout_s)
+
+    async def _is_worth_another(
         self,
         record: RequestRecord,
         error: NeuronDiError,
         deadline: Deadline,
         room: Deadline | None,
-    ) -> Deadline | None:
-        """Raise the last attempt's error where nothing further is tried. Returns the next `room`.
-
-        What was untried for want of room waits for some, and pays nothing.
-        """
-        attempt = record.attempts[-1]
-        if not attempt.is_untried:
-            room = None
-        elif room is None:
-            room = Deadline.after(self._limits.queue_timeout_s)
+    ) -> bool:
+        """Whether to try again, and paid for: what waits for room pays nothing."""
         if not self._may_go_on(record, error, deadline, room):
-            raise error
-        if room is None and not (await self._is_lost(attempt) or self.budget.take()):
-            raise error
-        return room
+            return False
+        return room is not None or await self._is_lost(record.attempts[-1]) or self.budget.take()
 
     async def _is_lost(self, attempt: Attempt) -> bool:
         """Whether the attempt ended because its worker did. It had perhaps hundreds of them, and
