@@ -90,7 +90,7 @@ def lanes(report: StatusReport) -> Iterator[str]:
     """What moves KV to each decode worker, and why not something else: a line for each kind."""
     # A worker that changed its role gives no KV any more, and its peers may still be connected.
     no_source = {each.record.worker_id for each in report.workers if each.record.role == "decode"}
-    for worker in report.workers:
+    for worker in sorted(report.workers, key=_place_in_table):
         peers: dict[tuple[str, str], list[str]] = {}
         for lane in worker.status.lanes if worker.status is not None else ():
             if lane.peer in no_source:
