@@ -111,9 +111,12 @@ class Directory:
         """
         if self._has_snapshot:
             return
-        for record in records:
-            self._keep(record, "known from before")
-        self._note_change()
+        for record in filter(self._may_keep, records):
+            self._vanished.add(record)
+        if self._vanished:
+            _log.info("workers_remembered", num=len(self._vanished))
+            self._look_later()
+            self._note_change()
 
     def drop(self, record: WorkerRecord, reason: str) -> None:
         """Whoever probes found that this process is gone. It leaves the view if its key has."""
@@ -261,12 +264,15 @@ class Directory:
 
     def _keep(self, record: WorkerRecord, reason: str) -> None:
         """Keep a worker whose key is not its own any more, if it may live and there is room."""
-        has_room = len(self._present) + len(self._vanished) < KEYS_MAX
-        has_left = record.state == "draining" or process_of(record) in self._num_keys
-        if self._keep_s > 0 and has_room and not has_left:
+        if self._may_keep(record):
             self._vanished.add(record)
             _log.warning("worker_vanished", worker=record.worker_id, reason=reason)
             self._look_later()
+
+    def _may_keep(self, record: WorkerRecord) -> bool:
+        has_room = len(self._present) + len(self._vanished) < KEYS_MAX
+        has_left = record.state == "draining" or process_of(record) in self._num_keys
+        return self._keep_s > 0 and has_room and not has_left
 
     def _take_out(self, key: str) -> WorkerRecord | None:
         record = self._present.pop(key, None)

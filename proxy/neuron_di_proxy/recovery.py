@@ -32,6 +32,7 @@ from neuron_di_proxy.workers import Process, Workers, process_of
 
 BACKOFF_S = 0.05
 BACKOFF_S_MAX = 1.0
+ATTEMPTS_MAX = 900  # workers take numbers of three digits
 BACKOFF_GROWTH = 1.5
 BACKOFF_JITTER = 0.2
 ROUTE_POLL_S = 0.1  # a directory does not tell of its changes
@@ -153,7 +154,7 @@ class RequestRunner:
                 if attempt.code == WorkerFailed.code:
                     failed_step = attempt.blamed
                 room = self._room_after(attempt, room)
-                if not await self._is_worth_another(record, error, deadline, room):
+                if not await self._may_go_on(record, error, deadline, room):
                     raise
             else:
                 if failed_step is not None:
@@ -254,7 +255,12 @@ class RequestRunner:
             return None
         return room or Deadline.after(self._limits.queue_timeout_s)
 
-    async def _is_worth_another(
+    async def _is_lost(self, attempt: Attempt) -> bool:
+        """Whether the attempt ended because its worker did. It had perhaps hundreds of them, and
+        all of them go on: they multiply no load."""
+        return attempt.blamed is not None and await self._health.is_lost(attempt.blamed, CONFIRM_S)
+
+    async def _may_go_on(
         self,
         record: RequestRecord,
         error: NeuronDiError,
@@ -262,22 +268,6 @@ class RequestRunner:
         room: Deadline | None,
     ) -> bool:
         """Whether to try again, and paid for: what waits for room pays nothing."""
-        if not self._may_go_on(record, error, deadline, room):
-            return False
-        return room is not None or await self._is_lost(record.attempts[-1]) or self.budget.take()
-
-    async def _is_lost(self, attempt: Attempt) -> bool:
-        """Whether the attempt ended because its worker did. It had perhaps hundreds of them, and
-        all of them go on: they multiply no load."""
-        return attempt.blamed is not None and await self._health.is_lost(attempt.blamed, CONFIRM_S)
-
-    def _may_go_on(
-        self,
-        record: RequestRecord,
-        error: NeuronDiError,
-        deadline: Deadline,
-        room: Deadline | None,
-    ) -> bool:
         failed = failure_of(error)
         alike = [each for each in record.attempts if each.code == failed.code]
         if failed.code == PeerRefused.code:  # another pair may do, but it is not tried for long
@@ -294,9 +284,12 @@ class RequestRunner:
         is_continuation = bool(record.emitted)
         num_max = self._limits.continuations_max if is_continuation else self._limits.retries_max
         if room is not None:
-            return num_max > 0 and not room.has_passed()
+            has_number = len(record.attempts) < ATTEMPTS_MAX
+            return num_max > 0 and has_number and not room.has_passed()
         further = [each for each in record.attempts if not each.is_untried][1:]
-        return sum(bool(each.emitted) == is_continuation for each in further) < num_max
+        if sum(bool(each.emitted) == is_continuation for each in further) >= num_max:
+            return False
+        return await self._is_lost(record.attempts[-1]) or self.budget.take()
 
     async def _back_off(self, record: RequestRecord, deadline: Deadline) -> None:
         wait_s = min(BACKOFF_S_MAX, BACKOFF_S * BACKOFF_GROWTH ** (len(record.attempts) - 1))

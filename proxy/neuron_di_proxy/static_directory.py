@@ -9,14 +9,14 @@ from urllib.parse import urlsplit
 from msgspec import structs
 
 from neuron_di.errors import RemoteProtocolError
-from neuron_di.obs import get_logger
+from neuron_di.obs import LimitedLogger
 from neuron_di.registry import RefusedRecord, Supervised
 from neuron_di.wire import WorkerRecord, status_decoder
 from neuron_di_proxy.directory import LastWord
 from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.ticks import look_every
 
-_log = get_logger(__name__)
+_log = LimitedLogger(__name__)
 
 ASK_INTERVAL_S = 1.0
 ASK_TIMEOUT_S = 1.0

@@ -24,6 +24,7 @@ from neuron_di.errors import (
     PeerGone,
 )
 from neuron_di_proxy.failure import RequestTimeout, failure_of
+from neuron_di_proxy.recovery import ATTEMPTS_MAX
 
 GONE = PeerGone("the connection ended")
 
@@ -359,6 +360,15 @@ async def test_without_room_in_time_it_is_said_what_was_lacking():
         asked = await cluster.ask()
         assert failure_of(asked.error).code == "over_capacity"
         assert 30.0 <= now_s() < 32.0
+
+
+@virtual
+async def test_attempts_have_a_bound_however_long_there_is_no_room():
+    async with one_by_one(queue_timeout_s=80_000.0, request_timeout_s=80_000.0) as cluster:
+        cluster.workers["p1"].script = refuse
+        asked = await cluster.ask()
+        assert failure_of(asked.error).code == "over_capacity"
+        assert len(asked.record.attempts) == ATTEMPTS_MAX
 
 
 @virtual

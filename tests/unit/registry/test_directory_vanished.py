@@ -273,12 +273,13 @@ async def test_the_wall_clock_decides_nothing(make_record, monkeypatch):
 
 
 @virtual
-async def test_it_can_begin_with_whom_another_knew(make_record):
+async def test_it_can_begin_with_whom_another_knew(make_record, caplog):
     registry = Told()
     registry.words = "away"
     records = [make_record(port) for port in (4001, 4002)]
     async with Directory(registry) as directory:
         directory.remember(records)
+        assert "worker_vanished" not in caplog.text  # nobody's key is known to be gone
         assert directory.workers() == tuple(records)
         await asyncio.sleep(2 * KEEP_S)  # in which nobody could have said anything
         assert ids(directory) == [record.worker_id for record in records]
