@@ -75,13 +75,14 @@ def _table(workers: list[WorkerReport], *, is_wide: bool) -> Table:
     for name in ("load", "KV", "age", "peers"):
         table.add_column(name, justify="right", no_wrap=True)
     names = Counter(worker.record.worker_id for worker in workers)
-    for worker in sorted(workers, key=_place_in_table):
+    for worker in sorted(workers, key=place_in_table):
         is_one_of_several = names[worker.record.worker_id] > 1
         table.add_row(*_row(worker, with_process=is_one_of_several))
     return table
 
 
-def _place_in_table(worker: WorkerReport) -> tuple[int, str, float]:
+def place_in_table(worker: WorkerReport) -> tuple[int, str, float]:
+    """A key to sort by: roles together, then names, then lives of one name."""
     record = worker.record
     return _ROLES.index(record.role), record.worker_id, record.started_unix_s
 
@@ -90,7 +91,7 @@ def lanes(report: StatusReport) -> Iterator[str]:
     """What moves KV to each decode worker, and why not something else: a line for each kind."""
     # A worker that changed its role gives no KV any more, and its peers may still be connected.
     no_source = {each.record.worker_id for each in report.workers if each.record.role == "decode"}
-    for worker in sorted(report.workers, key=_place_in_table):
+    for worker in sorted(report.workers, key=place_in_table):
         peers: dict[tuple[str, str], list[str]] = {}
         for lane in worker.status.lanes if worker.status is not None else ():
             if lane.peer in no_source:

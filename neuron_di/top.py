@@ -25,7 +25,13 @@ from rich.text import Text
 from neuron_di.clock import now_s, sleep_s
 from neuron_di.errors import ConfigError, PeerError, PeerGone, RemoteProtocolError
 from neuron_di.proxy_answers import ask, ask_status
-from neuron_di.status import MODEL_CHARS_MAX, notes_of_workers, printable, shown_duration
+from neuron_di.status import (
+    MODEL_CHARS_MAX,
+    notes_of_workers,
+    place_in_table,
+    printable,
+    shown_duration,
+)
 from neuron_di.top_figures import Buckets, Look, quantile, rate, read_look
 from neuron_di_proxy.partners import shown_digest
 from neuron_di_proxy.status import WorkerReport
@@ -201,7 +207,7 @@ def _table(before: Look, last: Look, num_chars: int) -> Table:
     model_chars = MODEL_CHARS_MAX if num_chars >= LONG_CHARS else MODEL_CHARS_MAX // 2
     received = before.kv_bytes()
     duration_s = last.at_s - before.at_s
-    for worker in last.status.workers:
+    for worker in sorted(last.status.workers, key=place_in_table):
         num_before = received.get(worker.record.incarnation, 0)
         cells = _cells(worker, num_before, duration_s, is_wide=is_wide)
         if not is_wide:
