@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.device_check.record import Skip
@@ -89,6 +90,7 @@ def _write(shape: str, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8")) | SHAPES[shape]
     (folder / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    _name_all_tokens(folder / "tokenizer.json", fields["vocab_size"])
     spec = ModelSpec.from_folder(folder)
     wanted, free = spec.weight_bytes("bfloat16") + _SPARE_BYTES, shutil.disk_usage(folder).free
     if free < wanted:
@@ -103,6 +105,14 @@ def _write(shape: str, folder: Path) -> None:
         weight_map.update(dict.fromkeys(tensors, name))
     index = {"metadata": {"total_size": spec.weight_bytes("bfloat16")}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _name_all_tokens(path: Path, num_vocab: int) -> None:
+    """Give every id a text, also those that no text is cut into: a client sees what it gets."""
+    size = Tokenizer.from_file(str(path)).get_vocab_size()
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields["model"]["vocab"] |= {f"t{number}": number for number in range(size, num_vocab)}
+    path.write_text(json.dumps(fields), encoding="utf-8")
 
 
 def _parts(spec: ModelSpec) -> Iterator[dict[str, torch.Size]]:

@@ -14,7 +14,6 @@ from benchmarks.device_check.companion import Companion
 from benchmarks.device_check.device_model import device_model
 from benchmarks.device_check.models import checkpoint
 from benchmarks.device_check.part_decode import batches
-from benchmarks.device_check.part_transfer import SHAPES
 from benchmarks.device_check.rates import synchronize
 from benchmarks.device_check.record import Record
 from benchmarks.device_check.settings import Settings
@@ -23,6 +22,7 @@ from neuron_di.transfer_bench.local_end import local_serving_end
 from neuron_di.transfer_bench.measuring_end import MeasuringEnd
 from neuron_di.transfer_bench.shape import Shape
 
+SHAPES = ("256MiB", "4096x64KiB")  # in one piece, and scattered
 _COLUMNS = ["", "quiet, ms", "one transfer a step, ms", "times", "back to back, ms", "times"]
 
 Step = Callable[[], object]

@@ -10,9 +10,12 @@ from benchmarks.device_check.settings import Settings
 from neuron_di.transfer_bench.measure import measure_on_this_host
 from neuron_di.transfer_bench.report import words_of
 
-SHAPES = ("256MiB", "4096x64KiB")
+SHAPES = (
+    *("64KiB", "1MiB", "16MiB", "256MiB", "1GiB"),
+    *("256x64KiB", "4096x16KiB", "4096x64KiB", "16384x4KiB"),
+)
 _SMALL_SHAPES = ("64KiB", "16x4KiB")
-_POOL_BYTES = 1 << 30
+_POOL_BYTES = 2 << 30
 _COLUMNS = ["shape", "engine", "GB/s", "ms", "copy, ms", "of the copy", "least to most", "post, µs"]
 
 

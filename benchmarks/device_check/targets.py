@@ -23,7 +23,9 @@ class Target:
 
 TARGETS = {
     "float32_differing": Target("float32 tokens that differ from the CPU backend's", 0, False),
-    "bfloat16_logits": Target("bfloat16 logits: error relative to float32, RMS", 0.05, False),
+    "bfloat16_logits": Target(
+        "bfloat16 logits: RMS error from float32, times the CPU backend's", 1.25, False
+    ),
     "decode_roofline": Target(
         "decode: weights and KV read per step / measured copy bandwidth", 0.6, True
     ),

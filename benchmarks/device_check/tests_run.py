@@ -23,6 +23,7 @@ addopts = -rs --strict-markers
 timeout = 300
 markers =
     e2e: starts worker processes
+    minutes: takes too long for each run of the suite
 """
 
 

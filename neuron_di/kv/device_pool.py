@@ -21,6 +21,8 @@ from mmap import mmap
 from typing import Self
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, WorkerFailed
 from neuron_di.kv.device_copies import DeviceCopies
 from neuron_di.kv.device_loss import DeviceLoss
@@ -29,7 +31,7 @@ from neuron_di.kv.digest import KvIdentity, digests_of
 from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.mirror_pages import drop_blocks
 from neuron_di.kv.pool import KvPool, head_bytes, segment_bytes
-from neuron_di.kv.runs import Memory
+from neuron_di.kv.runs import Memory, as_ids
 from neuron_di.types import BlockId, Incarnation
 from neuron_di_bindings import shared_memory
 from neuron_di_bindings.cuda_runtime import (
@@ -100,7 +102,7 @@ class DevicePool(DeviceLoss, KvPool):
         self.keeps_mirror = False
         self._stream_of_kernels: int | None = None
         self._lock = threading.Lock()
-        self._on_device: set[BlockId] = set()
+        self._on_device = np.zeros(num_blocks, np.bool_)
         self._in_mirror: dict[BlockId, int] = {}  # may have pages there: how many read them
         self._is_stuck = False
         self._mirror = self.memory()  # close() forgets it, and some may still be copying
@@ -175,18 +177,17 @@ class DevicePool(DeviceLoss, KvPool):
         """Address of block 0 on the device, as this process has it."""
         return self._device_memory.address
 
-    def mark_on_device(self, block_ids: Iterable[BlockId]) -> None:
+    def mark_on_device(self, block_ids: Sequence[BlockId]) -> None:
         """They have the request's KV there: says whoever wrote it, or launched what writes it."""
-        block_ids = set(block_ids)
         with self._lock:
-            self._on_device |= block_ids
-            is_stale = bool(self._in_mirror) and not block_ids.isdisjoint(self._in_mirror)
-        if is_stale:
-            self._drop_unread(block_ids)
+            self._on_device[as_ids(block_ids)] = True
+            stale = self._in_mirror.keys() & block_ids if self._in_mirror else ()
+        if stale:
+            self._drop_unread(stale)
 
     def is_on_device(self, block_id: BlockId) -> bool:
         """Whether the device has the KV of the block's request."""
-        return block_id in self._on_device
+        return bool(self._on_device[block_id])
 
     def to_host(self, block_ids: Sequence[BlockId], num_tokens: int | None = None) -> list[BlockId]:
         """Bring the blocks that hold so many tokens into the mirror; None: all of these. What is
@@ -216,7 +217,7 @@ class DevicePool(DeviceLoss, KvPool):
         self._check_ids(block_ids)
         with self.hold(), self._errors():
             with self._lock:
-                found = [block_id for block_id in block_ids if block_id in self._on_device]
+                found = [block_id for block_id in block_ids if self._on_device[block_id]]
                 for block_id in found:  # from now on nobody else drops them
                     self._in_mirror[block_id] = self._in_mirror.get(block_id, 0) + num_readers
             size, address = self.layout.block_bytes, self._mirror.address
@@ -252,7 +253,7 @@ class DevicePool(DeviceLoss, KvPool):
         """As KvPool's, of what is on the device where a block is, else of what is in the mirror."""
         ids = [BlockId(int(block_id)) for block_id in block_ids]
         self._check_ids(ids)
-        on_device = frozenset(self._on_device.intersection(ids))
+        on_device = frozenset(n for n in ids if self._on_device[n])
         if self.keeps_mirror and on_device:
             self._to_mirror(ids, None, num_readers=0)
             on_device = frozenset()
@@ -273,7 +274,7 @@ class DevicePool(DeviceLoss, KvPool):
     def begin_fill(self, block_ids: Sequence[BlockId], *, num_kept: int = 0) -> None:
         brought = self.to_host(block_ids, num_kept) if num_kept else []
         with self._lock:  # what came late for a request that was cancelled may have marked them
-            self._on_device.difference_update(block_ids)
+            self._on_device[as_ids(block_ids)] = False
             for block_id in block_ids:
                 self._in_mirror.setdefault(block_id, 0)
         self.drop_mirror(brought)  # which leaves them there: they are being filled
@@ -283,14 +284,14 @@ class DevicePool(DeviceLoss, KvPool):
         used = block_ids[: self.layout.num_blocks_for(num_tokens)]
         self._check_ids(used)
         with self.hold(), self._errors():
-            missing = [block_id for block_id in used if block_id not in self._on_device]
+            missing = [block_id for block_id in used if not self._on_device[block_id]]
             if missing:
                 self._copies.write(missing, self._mirror.address)
         self.mark_on_device(block_ids)
 
     def retire(self, block_ids: Sequence[BlockId]) -> bool:
         with self._lock:
-            self._on_device.difference_update(block_ids)
+            self._on_device[as_ids(block_ids)] = False
             stale = self._in_mirror.keys() & block_ids
         is_not_yet = super().retire(block_ids)  # before the bytes go: a reader sees why
         self._drop(stale, lambda _: True)
@@ -344,7 +345,7 @@ class DevicePool(DeviceLoss, KvPool):
 
     def _drop_unread(self, block_ids: Iterable[BlockId]) -> None:
         """What is on the device, so that nobody is filling it, and read by nobody."""
-        self._drop(block_ids, lambda n: n in self._on_device and not self._in_mirror[n])
+        self._drop(block_ids, lambda n: bool(self._on_device[n]) and not self._in_mirror[n])
 
     def _drop(self, block_ids: Iterable[BlockId], may_go: Callable[[BlockId], bool]) -> None:
         """Give back the mirror's pages that hold nothing else than these blocks. Nobody begins to

@@ -135,8 +135,7 @@ class CudaIpcEngine:
         if reader is None:
             return PeerGone("the prefill worker was disconnected before its blocks were taken")
         # After the copy: a block given up at any time before shows a newer generation.
-        source = receive.source
-        if reader.generations(source.block_ids) != list(source.generations):
+        if not reader.has_kept(receive.source):
             return KvChanged("the prefill worker gave the blocks up while they were read")
         return None
 

@@ -4,10 +4,10 @@ Of its own, because a stream whose turn never comes (the peer's kernels hang) ca
 no other peer's transfers wait behind it. All CUDA calls are made on that thread, so that what was
 opened for this peer is closed after the last copy out of it, and on the same device.
 
-    gate      the stream waits for the kernels that were recorded at both ends
+    gate      the stream waits for the kernels that were recorded at both ends, if they still run
     copies    only once the gate has opened, so that none is on its way when the wait is given up;
               of a pool's blocks to the device, where the receive names its mirror
-    done      the thread sleeps until the device has made them
+    done      the thread waits until the device has made them
 
 So far this has run on a simulator of the CUDA runtime only; tests/device runs on a GPU.
 """
@@ -28,14 +28,16 @@ from neuron_di.errors import (
     PeerTimeout,
     StaleIncarnation,
 )
-from neuron_di.kv import BlockIds, KvLayout, PeerPool
+from neuron_di.kv import KvLayout, PeerPool
 from neuron_di.kv.device_memory import MARK_BYTES, mark_of
 from neuron_di.kv.device_pool import DevicePool, pool_here
 from neuron_di.transfer.copy_thread import CopyThread
+from neuron_di.transfer.cuda_run_copier import CudaRunCopier
 from neuron_di.transfer.domain import this_machine
-from neuron_di.transfer.transfer_engine import Receive, TransferToken
+from neuron_di.transfer.transfer_engine import BlockSource, Receive, TransferToken
 from neuron_di.types import Incarnation
 from neuron_di.wire import CudaIpcRegion
+from neuron_di_bindings.block_runs import are_words
 from neuron_di_bindings.cuda_runtime import CudaError
 
 # How long to wait before looking whether the gate has opened: twice as long each time.
@@ -66,7 +68,8 @@ class CudaReader:
         self._broken: NeuronDiError | None = None
         # What undoes what was opened, in order. It knows no reader, so that an ended reader goes.
         self._ends: list[Callable[[], None]] = []
-        self._stream = self._gate = self._done = 0
+        self._stream = self._gate = self._done = self._done_soon = 0
+        self._copier: CudaRunCopier | None = None
         self._peers_address = 0  # of block 0
         self._kernels_done = 0  # the peer's event
         self._found_mark = np.zeros(len(mark_of(peer, region.nonce)), np.uint8)
@@ -91,9 +94,9 @@ class CudaReader:
         copy = partial(self._receive, receive, is_batched)
         self._thread.post(copy, receive.runs.num_bytes, token)
 
-    def generations(self, block_ids: BlockIds) -> list[int]:
-        """The generation of each of the peer's blocks now."""
-        return self._heads.generations(block_ids)
+    def has_kept(self, source: BlockSource) -> bool:
+        """Whether the peer's blocks are still what they were promised as."""
+        return are_words(self._heads.words, source.block_ids, source.generations)
 
     def end(self) -> CopyThread:
         """Read what was posted, then close the peer's memory: what remains is the thread."""
@@ -128,7 +131,9 @@ class CudaReader:
         self._stream = runtime.create_stream()
         self._ends.append(partial(runtime.destroy_stream, self._stream))
         self._gate, self._done = runtime.create_event(), runtime.create_event()
-        self._ends += [partial(runtime.destroy_event, one) for one in (self._gate, self._done)]
+        self._done_soon = runtime.create_event(is_short=True)
+        for event in (self._gate, self._done, self._done_soon):
+            self._ends.append(partial(runtime.destroy_event, event))
         here = pool_here(region.memory_handle)
         if here is None:
             base = runtime.open_memory(region.memory_handle)
@@ -141,6 +146,8 @@ class CudaReader:
         if region.offset + region.num_bytes > start + num_bytes - base:
             raise PeerRefused("the prefill worker's pool is smaller than it says")
         self._peers_address = base + region.offset
+        self._copier = CudaRunCopier(runtime, self._pool.device)
+        self._ends.append(self._copier.close)
 
     def _prove(self) -> None:
         """What stands before the peer's block 0 is what the peer, and nobody else, put there."""
@@ -160,21 +167,23 @@ class CudaReader:
         if is_own := 0 <= address - mirror.address < mirror.num_bytes:
             address += pool.device_address - mirror.address
         try:
-            runtime.wait_in_stream(stream, self._kernels_done)
-            if is_own:
-                runtime.wait_in_stream(stream, pool.kernels_done)
-            runtime.record(self._gate, stream)
-            self._wait_for(self._gate)
+            self._open_gate([self._kernels_done, *([pool.kernels_done] if is_own else [])])
         except (CudaError, PeerTimeout) as error:
             return self._break(error)
         runs = receive.runs
-        destinations = (runs.destination_offsets + address).astype(np.uint64)
-        sources = (runs.source_offsets + self._peers_address).astype(np.uint64)
-        lengths = runs.lengths.astype(np.uint64)
+        # No address has the highest bit.
+        destinations = (runs.destination_offsets + address).view(np.uint64)
+        sources = (runs.source_offsets + self._peers_address).view(np.uint64)
+        lengths = runs.lengths.view(np.uint64)
         try:
-            runtime.copy_runs(destinations, sources, lengths, stream, is_batched=is_batched)
-            runtime.record(self._done, stream)
-            runtime.synchronize_event(self._done)
+            if is_own:
+                assert self._copier is not None, "it was opened"
+                self._copier.copy(destinations, sources, lengths, stream)
+            else:
+                runtime.copy_runs(destinations, sources, lengths, stream, is_batched=is_batched)
+            done = self._done_soon if is_own else self._done  # the bus is slow
+            runtime.record(done, stream)
+            runtime.synchronize_event(done)
         except CudaError as error:
             with contextlib.suppress(CudaError):  # nothing is on its way when the token is done
                 runtime.synchronize(stream)
@@ -182,6 +191,16 @@ class CudaReader:
         if is_own:
             pool.mark_on_device(receive.block_ids)
         return None
+
+    def _open_gate(self, events: list[int]) -> None:
+        """Wait for the kernels that these events captured: mostly they have run long since."""
+        runtime = self._runtime
+        if all(runtime.is_done(event) for event in events):
+            return
+        for event in events:
+            runtime.wait_in_stream(self._stream, event)
+        runtime.record(self._gate, self._stream)
+        self._wait_for(self._gate)
 
     def _wait_for(self, event: int) -> None:
         deadline, delay_s = Deadline.after(self._timeout_s), _POLL_S_MIN

@@ -35,7 +35,7 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING, _EVENT_INTERPROCESS = 1, 2, 4
 _LAZY_ENABLE_PEER_ACCESS = 1
 _HOST_REGISTER_PORTABLE = 1
-_ATTRIBUTE_IPC_EVENTS = 125
+_ATTRIBUTE_MULTIPROCESSORS, _ATTRIBUTE_IPC_EVENTS = 16, 125
 _BATCH_VERSION, _BATCH_OF_8_VERSION = 12_080, 13_000
 _STREAM_ORDER, _PREFER_OVERLAP = 1, 1
 _NAMES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so")
@@ -52,6 +52,12 @@ class CudaError(Exception):
         super().__init__(f"{function}: {name}")
         self.code = code
         self.name = name
+
+
+def check_driver(function: str, code: int) -> None:
+    """Of a function of the driver's: CudaError where it failed."""
+    if code:
+        raise CudaError(function, code, f"driver error {code}")
 
 
 class _Handle(ctypes.Structure):
@@ -144,6 +150,24 @@ class CudaRuntime:
         """Whether one device reads the other's memory."""
         return bool(self._number("cudaDeviceCanAccessPeer", ctypes.c_int(device), _int(peer)))
 
+    def num_multiprocessors(self, device: int) -> int:
+        arguments = (ctypes.c_int(_ATTRIBUTE_MULTIPROCESSORS), ctypes.c_int(device))
+        return self._number("cudaDeviceGetAttribute", *arguments)
+
+    def driver_function(self, name: str) -> int:
+        """Address of one of the driver's own functions, for what the runtime has none for."""
+        function, status = ctypes.c_void_p(), ctypes.c_int()
+        symbol = ctypes.c_char_p(name.encode())
+        rest = (ctypes.c_ulonglong(0), ctypes.byref(status))
+        if hasattr(self._library, "cudaGetDriverEntryPointByVersion"):
+            rest = (ctypes.c_uint(CUDA_VERSION_MIN), *rest)  # type: ignore[assignment]
+            self._call("cudaGetDriverEntryPointByVersion", symbol, ctypes.byref(function), *rest)
+        else:
+            self._call("cudaGetDriverEntryPoint", symbol, ctypes.byref(function), *rest)
+        if not function.value:
+            raise CudaError(name, 801, "cudaErrorNotSupported")
+        return function.value
+
     # Memory.
 
     def allocate(self, num_bytes: int) -> int:
@@ -178,21 +202,13 @@ class CudaRuntime:
 
     def extent(self, address: int) -> tuple[int, int]:
         """Where the allocation that holds this device address begins, and its bytes."""
-        function, status = ctypes.c_void_p(), ctypes.c_int()
-        symbol = ctypes.c_char_p(b"cuMemGetAddressRange")
-        rest = (ctypes.c_ulonglong(0), ctypes.byref(status))
-        if hasattr(self._library, "cudaGetDriverEntryPointByVersion"):
-            rest = (ctypes.c_uint(CUDA_VERSION_MIN), *rest)  # type: ignore[assignment]
-            self._call("cudaGetDriverEntryPointByVersion", symbol, ctypes.byref(function), *rest)
-        else:
-            self._call("cudaGetDriverEntryPoint", symbol, ctypes.byref(function), *rest)
-        if not function.value:
-            raise CudaError("cuMemGetAddressRange", 801, "cudaErrorNotSupported")
         takes = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 2, ctypes.c_ulonglong)
+        function = takes(self.driver_function("cuMemGetAddressRange"))
         base, size = ctypes.c_ulonglong(), ctypes.c_size_t()
-        code = takes(function.value)(ctypes.addressof(base), ctypes.addressof(size), address)
-        if code:
-            raise CudaError("cuMemGetAddressRange", code, f"driver error {code}")
+        check_driver(
+            "cuMemGetAddressRange",
+            function(ctypes.addressof(base), ctypes.addressof(size), address),
+        )
         return base.value, size.value
 
     def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
@@ -223,7 +239,7 @@ class CudaRuntime:
         """
         if not len(lengths):
             return
-        if is_batched and self._has_batch:
+        if is_batched and self._has_batch and len(lengths) > 1:
             try:
                 self._copy_batch(destinations, sources, lengths, stream)
             except CudaError as error:
@@ -270,9 +286,10 @@ class CudaRuntime:
         arguments = (ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
         self._call("cudaStreamWaitEvent", *arguments)
 
-    def create_event(self, *, is_shared: bool = False) -> int:
-        """Who synchronizes with it sleeps. `is_shared`: other processes can open it."""
-        flags = _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING
+    def create_event(self, *, is_shared: bool = False, is_short: bool = False) -> int:
+        """Who synchronizes with it sleeps, or, if `is_short`, takes a core instead: waking up takes
+        as long as some copies. `is_shared`: other processes can open it."""
+        flags = _EVENT_DISABLE_TIMING | (0 if is_short else _EVENT_BLOCKING_SYNC)
         flags |= _EVENT_INTERPROCESS if is_shared else 0
         return self._address("cudaEventCreateWithFlags", ctypes.c_uint(flags))
 
@@ -293,7 +310,7 @@ class CudaRuntime:
         return True
 
     def synchronize_event(self, event: int) -> None:
-        """Sleep until what the event last captured has run."""
+        """Until what the event last captured has run."""
         self._call("cudaEventSynchronize", ctypes.c_void_p(event))
 
     # Between processes of one host.

@@ -51,7 +51,7 @@ typedef struct { _Atomic uint64_t recorded, completed; _Atomic int is_destroyed;
 typedef struct { words *words; int fd, device, is_shared, is_import; uint64_t serial; } event;
 
 typedef struct op {
-    enum { COPY, SET, WAIT, RECORD, HOLD, END } what;
+    enum { COPY, SET, WAIT, RECORD, HOLD, COPY_RUNS, END } what;
     void **to, **from;
     size_t *sizes, count;
     int value;
@@ -186,6 +186,11 @@ static void run(op *one) {
         if (delay_us) usleep(delay_us);
         for (size_t i = 0; i < one->count; i++)
             move_bytes(one->to[i], one->from ? one->from[i] : NULL, one->sizes[i], one->value);
+    } else if (one->what == COPY_RUNS) {
+        if (delay_us) usleep(delay_us);
+        char **table = one->to[0];
+        for (size_t i = 0, n = one->count; i < n && !sticky; i++)
+            move_bytes(table[i], table[n + i], (size_t)table[2 * n + i], 0);
     } else if (one->what == WAIT && one->words->completed < one->target) {
         waiting++;
         while (one->words->completed < one->target) usleep(50);
@@ -282,7 +287,7 @@ EXPORT int cudaGetDeviceProperties_v2(char *found, int device) { ENTER; return p
 EXPORT int cudaGetDeviceProperties(char *found, int device) { ENTER; return properties(found, device); }
 EXPORT int cudaDeviceGetAttribute(int *value, int attribute, int device) {
     ENTER;
-    *value = attribute == 125;
+    *value = attribute == 125 ? 1 : attribute == 16 ? 2 : 0; /* IPC events, multiprocessors */
     return device < num_devices ? OK : INVALID_VALUE;
 }
 EXPORT int cudaDeviceCanAccessPeer(int *can, int device, int peer) {
@@ -375,13 +380,46 @@ static int address_range(unsigned long long *base, size_t *size, unsigned long l
     pthread_rwlock_unlock(&ranges_lock);
     return is_known ? OK : INVALID_VALUE;
 }
+
+/* The driver's functions. Of kernels it knows one, by its name: copy_runs, of copy_runs.ptx. */
+static char module, function;
+static int cuModuleLoadData(void **found, const char *image) {
+    ENTER;
+    *found = &module;
+    return strstr(image, ".entry copy_runs(") ? OK : INVALID_VALUE;
+}
+static int cuModuleGetFunction(void **found, void *from, const char *name) {
+    ENTER;
+    *found = &function;
+    return from == &module && !strcmp(name, "copy_runs") ? OK : INVALID_VALUE;
+}
+static int cuModuleUnload(void *one) { ENTER; return one == &module ? OK : BAD_HANDLE; }
+static int cuLaunchKernel(void *what, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                          unsigned bz, unsigned shared, stream *self, void **arguments, void **extra) {
+    ENTER;
+    uint64_t *table = *(uint64_t **)arguments[0];
+    uint32_t num_runs = *(uint32_t *)arguments[1], num_parts = *(uint32_t *)arguments[2];
+    uint32_t num_items = *(uint32_t *)arguments[3];
+    if (what != &function || !gx || gy * gz * by * bz != 1 || bx % 32 || shared || extra)
+        return INVALID_VALUE;
+    if (!num_runs || num_items != num_runs * num_parts) return INVALID_VALUE;
+    return post(self, (op){.what = COPY_RUNS, .to = copy_of(&table, 8), .count = num_runs});
+}
 #if CUDART_VERSION >= 12050
 EXPORT int cudaGetDriverEntryPointByVersion(const char *symbol, void **found, unsigned version,
                                             unsigned long long flags, int *status) {
     ENTER;
     (void)version, (void)flags;
-    *status = strcmp(symbol, "cuMemGetAddressRange") != 0;
-    *found = *status ? NULL : (void *)address_range;
+    static const struct { const char *name; void *function; } known[] = {
+        {"cuMemGetAddressRange", (void *)address_range},
+        {"cuModuleLoadData", (void *)cuModuleLoadData},
+        {"cuModuleGetFunction", (void *)cuModuleGetFunction},
+        {"cuModuleUnload", (void *)cuModuleUnload},
+        {"cuLaunchKernel", (void *)cuLaunchKernel},
+    };
+    *status = 1, *found = NULL;
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (!strcmp(symbol, known[i].name)) *status = 0, *found = known[i].function;
     return OK;
 }
 #endif

@@ -20,6 +20,7 @@ from neuron_di_bindings.cuda_runtime import CudaError
 
 LAYOUT = KvLayout(num_layers=16, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 NUM_BLOCKS = 256  # of 1 MiB
+NUM_LISTS = int(os.environ.get("LISTS", "200"))
 
 
 def why_not():
@@ -165,3 +166,31 @@ def test_the_device_has_a_uuid(pool):
     assert any(pool.runtime.device_uuid(0))
     assert len(pool.runtime.device_uuid(0)) == 16
     assert os.getpid() == pool.region().pid
+
+
+def test_random_lists_of_blocks_arrive_whole():
+    """Compared with numpy: every block has its source's bytes, or keeps its own."""
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16")
+    count, rng = 512, np.random.default_rng(2)
+    with (
+        closing(DevicePool.create(layout, count, Incarnation("own"))) as small,
+        closing(CudaIpcEngine(small)) as reader,
+        cuda_peer(PEER, layout, count, is_simulated=False) as peer,
+    ):
+        reader.connect(PEER, peer.region, layout)
+        expected = np.zeros(count, np.uint8)
+        every = [BlockId(n) for n in range(count)]
+        small.mark_on_device(every)
+        for number in range(NUM_LISTS):
+            length = int(rng.integers(1, count + 1))
+            source_ids, block_ids = (rng.permutation(count)[:length] for _ in range(2))
+            if number % 3 == 0:  # neighbours at both ends: fewer and longer runs
+                source_ids, block_ids = np.sort(source_ids), np.sort(block_ids)
+            runs = whole_block_runs(layout, source_ids.tolist(), block_ids.tolist())
+            source = BlockSource(source_ids.tolist(), [0] * length)
+            receive = Receive(tag=number, runs=runs, memory=small.memory(), source=source)
+            assert ended(reader.post_receive(PEER, receive)).error() is None
+            assert reader.commit(PEER, receive) is None
+            expected[block_ids] = (source_ids + 1) % 256
+            found = np.stack([np.frombuffer(one, np.uint8) for one in small.read_blocks(every)])
+            assert (found == expected[:, None]).all(), f"list {number} arrived wrong"

@@ -146,17 +146,17 @@ def _fold_tile(
         v_XD = tl.load(value_XD)
 
     score_MX = tl.dot(q_MD, tl.trans(k_XD), input_precision=_PRECISION)
-    score_MX *= _LOG2_E * HEAD_DIM**-0.5
     if IS_MASKED:
         is_seen_MX = is_there_X[None, :] & (key_X[None, :] <= position_M[:, None])
         if WINDOW > 0:
             is_seen_MX &= key_X[None, :] > position_M[:, None] - WINDOW
         score_MX = tl.where(is_seen_MX, score_MX, -float("inf"))
-    next_M = tl.maximum(peak_M, tl.max(score_MX, 1))
+    next_M = tl.maximum(peak_M, tl.max(score_MX, 1) * (_LOG2_E * HEAD_DIM**-0.5))
     base_M = next_M
     if WINDOW > 0:  # a query may have seen no key yet: -inf - -inf would be NaN
         base_M = tl.where(next_M == -float("inf"), 0.0, next_M)
-    weight_MX = tl.exp2(score_MX - base_M[:, None])
+    # One rounding, said so: else the compiler would choose, and not the same with a mask.
+    weight_MX = tl.exp2(tl.fma(score_MX, _LOG2_E * HEAD_DIM**-0.5, -base_M[:, None]))
     shrink_M = tl.exp2(peak_M - base_M)
     total_M = total_M * shrink_M + tl.sum(weight_MX, 1)
     sum_MD = sum_MD * shrink_M[:, None]

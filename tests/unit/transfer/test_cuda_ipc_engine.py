@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ from contract.fake_cuda import WHY_NOT, make_pool
 
 from neuron_di.errors import ConfigError, NeuronDiError, PeerError, PeerGone, PeerRefused
 from neuron_di.kv import KvPool, Memory
+from neuron_di.transfer import cuda_run_copier
 from neuron_di.transfer.cuda_ipc_engine import CudaIpcEngine
 from neuron_di.types import Incarnation
 from neuron_di.wire import Offer
@@ -43,21 +44,72 @@ def check_scattered(decode):
     assert decode.values().tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(("version", "batches"), [(12060, 0), (12090, 1), (13000, 1)])
-def test_a_transfer_is_one_batch_where_cuda_has_batches(peer, version, batches):
+COPIES = ("cuLaunchKernel", "cudaMemcpyBatchAsync", "cudaMemcpyAsync")
+
+
+@contextmanager
+def counted(decode):
+    """How often each of COPIES was called meanwhile."""
+    before = [decode.steering.calls(name) for name in COPIES]
+    found = []
+    yield found
+    found += [decode.steering.calls(name) - n for name, n in zip(COPIES, before, strict=True)]
+
+
+@contextmanager
+def without_kernel(decode):
+    """A connection that is made meanwhile finds a driver that takes no kernel."""
+    decode.steering.fail("cuModuleLoadData", NOT_SUPPORTED)
+    yield
+
+
+@pytest.mark.parametrize("version", [12060, 12090, 13000])
+def test_scattered_blocks_are_one_launch(peer, version):
     with cuda_decode(version=version) as decode:
         decode.connect(peer.region)
-        names = ("cudaMemcpyBatchAsync", "cudaMemcpyAsync")
-        before = [decode.steering.calls(name) for name in names]
+        with counted(decode) as found:
+            check_scattered(decode)
+        assert found == [1, 0, 1]  # the copy is of the table
+
+
+def test_one_run_needs_no_kernel(peer, decode):
+    decode.connect(peer.region)
+    with counted(decode) as found:
+        assert decode.move([3, 4, 5], [6, 7, 8]) is None
+    assert found == [0, 0, 1]
+    assert decode.values()[6:9].tolist() == [4, 5, 6]
+
+
+def test_long_runs_go_by_the_copy_engines(peer, decode, monkeypatch):
+    decode.connect(peer.region)
+    monkeypatch.setattr(cuda_run_copier, "LONG_RUN_BYTES", SMALL.block_bytes)
+    with counted(decode) as found:
         check_scattered(decode)
-        after = [decode.steering.calls(name) for name in names]
-        assert after[0] - before[0] == batches
-        assert after[1] - before[1] == (0 if batches else 4)
+    assert found == [0, 1, 0]
+
+
+def test_more_runs_than_the_table_has_room_for_are_several_launches(peer, decode, monkeypatch):
+    monkeypatch.setattr(cuda_run_copier, "RUNS_MAX", 3)
+    decode.connect(peer.region)
+    with counted(decode) as found:
+        check_scattered(decode)
+    assert found == [2, 0, 2]
+
+
+@pytest.mark.parametrize(("version", "batches"), [(12060, 0), (12090, 1), (13000, 1)])
+def test_without_the_kernel_it_is_one_batch_where_cuda_has_batches(peer, version, batches):
+    with cuda_decode(version=version) as decode:
+        with without_kernel(decode):
+            decode.connect(peer.region)
+        with counted(decode) as found:
+            check_scattered(decode)
+        assert found == [0, batches, 0 if batches else 4]
 
 
 def test_a_driver_that_knows_no_batches_copies_run_by_run(peer):
     with cuda_decode(version=13000) as decode:
-        decode.connect(peer.region)
+        with without_kernel(decode):
+            decode.connect(peer.region)
         runtime = decode.pool.runtime
         decode.steering.fail("cudaMemcpyBatchAsync", NEWER_DRIVER_NEEDED)
         try:
@@ -69,9 +121,20 @@ def test_a_driver_that_knows_no_batches_copies_run_by_run(peer):
             runtime._has_batch = True
 
 
+def test_what_was_opened_for_the_kernel_is_given_back(peer, decode):
+    names = ("cudaMalloc", "cudaFree", "cudaMallocHost", "cudaFreeHost", "cuModuleUnload")
+    before = [decode.steering.calls(name) for name in names]
+    decode.connect(peer.region)
+    check_scattered(decode)
+    decode.engine.disconnect(PEER)
+    decode.engine.close()
+    after = [decode.steering.calls(name) for name in names]
+    assert [n - m for n, m in zip(after, before, strict=True)] == [1] * 5
+
+
 @pytest.mark.parametrize(
     "function",
-    ["cudaStreamWaitEvent", "cudaEventRecord", "cudaMemcpyAsync", "cudaEventSynchronize"],
+    ["cudaEventQuery", "cudaEventRecord", "cudaMemcpyAsync", "cudaEventSynchronize"],
 )
 def test_a_copy_that_fails_breaks_the_connection_until_it_is_made_anew(peer, function):
     with cuda_decode(version=12060) as decode:

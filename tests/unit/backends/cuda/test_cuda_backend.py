@@ -167,8 +167,10 @@ def test_its_warm_up_keeps_to_the_table_of_blocks(tmp_path, monkeypatch, block_s
     read = []
 
     def watched(qkv_THD, pool, layer, table_TN, position_T, *arguments, **options):
-        read.append((int(position_T.max()) // block_size, table_TN.shape[1]))
-        assert read[-1][0] < read[-1][1], "no such block"
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not is_captured:  # then nothing can be read
+            read.append((int(position_T.max()) // block_size, table_TN.shape[1]))
+            assert read[-1][0] < read[-1][1], "no such block"
         return write_kv_(qkv_THD, pool, layer, table_TN, position_T, *arguments, **options)
 
     monkeypatch.setattr(cuda_model, "write_kv_", watched)

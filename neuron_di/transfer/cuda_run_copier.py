@@ -1,0 +1,89 @@
+"""Copies runs from GPU memory to GPU memory: short ones by a kernel, long ones by the copy engines.
+
+The engines leave the multiprocessors alone, but take some microseconds for every run; the kernel
+copies any number of them in one launch. So it depends on how long the runs are.
+"""
+
+import contextlib
+import ctypes
+
+import numpy as np
+
+from neuron_di.obs import get_logger
+from neuron_di_bindings.cuda_copy_kernel import ALIGNMENT, CopyKernel
+from neuron_di_bindings.cuda_runtime import CudaError, CudaRuntime, Pointers
+
+_log = get_logger(__name__)
+
+RUNS_MAX = 16_384  # of one launch
+# Where the copy engines' time for a run is no longer small beside that for its bytes.
+LONG_RUN_BYTES = 32 << 20
+
+
+class CudaRunCopier:
+    """Owns the kernel and its table. Used and closed on one thread, with its device current.
+
+    CudaError where CUDA fails; where only the kernel is not to be had, the engines do everything.
+    """
+
+    def __init__(self, runtime: CudaRuntime, device: int) -> None:
+        self._runtime = runtime
+        self._kernel: CopyKernel | None = None
+        self._ends = contextlib.ExitStack()
+        try:
+            self._open(device)
+        except CudaError as error:
+            _log.warning("no_copy_kernel", error=str(error))
+
+    def _open(self, device: int) -> None:
+        runtime, num_bytes = self._runtime, 3 * 8 * RUNS_MAX
+        with contextlib.ExitStack() as undo:
+            kernel = CopyKernel.load(runtime, device)
+            undo.callback(kernel.unload)
+            self._table = runtime.allocate(num_bytes)
+            undo.callback(runtime.free, self._table)
+            self._staging = runtime.allocate_pinned(num_bytes)
+            undo.callback(runtime.free_pinned, self._staging)
+            words = (ctypes.c_uint64 * (num_bytes // 8)).from_address(self._staging)
+            self._words = np.frombuffer(memoryview(words), np.uint64)
+            self._ends = undo.pop_all()
+        self._kernel = kernel
+
+    def copy(
+        self, destinations: Pointers, sources: Pointers, lengths: Pointers, stream: int
+    ) -> None:
+        """Launch it all; the arrays stay as they are until it has run, and so long nothing else is
+        copied. After a CudaError some of the copies may be on their way."""
+        count = len(lengths)
+        for first in range(0, count, RUNS_MAX):
+            if first:
+                self._runtime.synchronize(stream)  # the table's last use
+            part = slice(first, first + RUNS_MAX)
+            rows = destinations[part], sources[part], lengths[part]
+            if count == 1 or not self._launch(*rows, stream):
+                self._runtime.copy_runs(*rows, stream)
+
+    def close(self) -> None:
+        """After the last copy."""
+        self._ends.close()
+
+    def _launch(
+        self, destinations: Pointers, sources: Pointers, lengths: Pointers, stream: int
+    ) -> bool:
+        """Whether these are for the kernel. Then it is on its way."""
+        kernel, count = self._kernel, len(lengths)
+        num_bytes, longest = int(lengths.sum()), int(lengths.max())
+        if kernel is None or num_bytes >= count * LONG_RUN_BYTES:
+            return False
+        if not kernel.takes(count, longest, num_bytes):
+            return False
+        words = self._words[: 3 * count]
+        for place, row in zip(
+            words.reshape(3, count), (destinations, sources, lengths), strict=True
+        ):
+            place[:] = row
+        if int(np.bitwise_or.reduce(words)) % ALIGNMENT:
+            return False
+        self._runtime.copy(self._table, self._staging, words.nbytes, stream)
+        kernel.launch(self._table, count, longest, stream)
+        return True
