@@ -3,7 +3,7 @@
 The pool's blocks lie on the device, in plain memory that other processes of the host can open
 (kv/device_pool.py). One stream computes; transfers wait for what `DevicePool.record` captured.
 
-So far this has run in Triton's interpreter and on a simulator of the CUDA runtime only.
+Run on one GPU so far (docs/cuda.md).
 
 Next: neuron_di/backends/cuda_model.py
 """

@@ -4,7 +4,7 @@ Through pinned memory, because a copy of any other host memory holds up whoever 
 the device's turn has come. There are two halves of it: one is on the bus while the processor has
 the other.
 
-So far this has run on a simulator of the CUDA runtime only.
+Run on one GPU so far (docs/cuda.md).
 """
 
 import contextlib

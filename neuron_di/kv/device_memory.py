@@ -7,7 +7,7 @@ Peers on the host open it by a CUDA IPC handle. An allocator's expandable segmen
 handles, and its blocks would share what else lies in them. So it is a multiple of 2 MiB, too, as
 CUDA asks of memory that is shared.
 
-So far this has run on a simulator of the CUDA runtime only; tests/device runs on a GPU.
+Run on one GPU so far (docs/cuda.md); tests/device does it again.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ Engines that move the host's bytes, resharding and landing work on the mirror, u
 brings blocks there, `end_fill` takes what came there to the device, and gives the pages back.
 Digests of what is on the device pass through pinned memory and leave the mirror alone.
 
-So far this has run on a simulator of the CUDA runtime only; tests/device runs on a GPU.
+Run on one GPU so far (docs/cuda.md); tests/device does it again.
 
 Next: neuron_di/kv/device_copies.py, neuron_di/kv/device_memory.py
 """

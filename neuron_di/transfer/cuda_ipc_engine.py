@@ -5,7 +5,7 @@ device's copy engines, in the order that interprocess events give. Neither proce
 and prefill's does nothing at all but `DevicePool.record`. Receives into host memory that was
 registered (KV of another layout) cross the bus, straight into it.
 
-So far this has run on a simulator of the CUDA runtime only; tests/device runs on a GPU.
+Run on one GPU so far (docs/cuda.md); tests/device does it again.
 
 Next: neuron_di/transfer/cuda_reader.py, neuron_di/kv/device_pool.py
 """

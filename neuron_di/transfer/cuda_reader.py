@@ -9,7 +9,7 @@ opened for this peer is closed after the last copy out of it, and on the same de
               of a pool's blocks to the device, where the receive names its mirror
     done      the thread waits until the device has made them
 
-So far this has run on a simulator of the CUDA runtime only; tests/device runs on a GPU.
+Run on one GPU so far (docs/cuda.md); tests/device does it again.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Whole servers on a simulated GPU: the CPU backend's tokens, KV from device to device.
 
-So far this has run in Triton's interpreter and on a simulator of the CUDA runtime only.
+On a GPU where there is one, else in Triton's interpreter and on a simulator of the CUDA runtime.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Whole answers of the CUDA backend, token by token those of the CPU's: all families, drawn too.
 
-So far this has run in Triton's interpreter and on a simulator of the CUDA runtime only.
+On a GPU where there is one, else in Triton's interpreter and on a simulator of the CUDA runtime.
 """
 
 import pytest

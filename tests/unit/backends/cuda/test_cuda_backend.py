@@ -1,6 +1,6 @@
 """The CUDA backend against the CPU's: the same tokens in float32, and rows that keep to themselves.
 
-So far this has run in Triton's interpreter and on a simulator of the CUDA runtime only.
+On a GPU where there is one, else in Triton's interpreter and on a simulator of the CUDA runtime.
 """
 
 import pytest

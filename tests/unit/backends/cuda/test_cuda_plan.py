@@ -1,7 +1,7 @@
 """What a GPU is asked before a model is loaded onto it, and what is refused.
 
-So far this has run in Triton's interpreter and on a simulator of the CUDA runtime only. A GPU that
-is too old, and PyTorch that finds none, are played by replacing what PyTorch says of them.
+A GPU that is too old, and PyTorch that finds none, are played by replacing what PyTorch says of
+them.
 """
 
 import pytest
