@@ -22,6 +22,7 @@
     |  |- KvChanged           it was overwritten while it was being read
     |  `- KvCorrupt           its bytes or its identity are not what was promised
     |- CapacityError          503: no room now; retry later
+    |  `- Preempted           a running request gave way to older ones: it goes on later
     |- DeadlinePassed         504: the time that the request had is over
     |- WorkerFailed           a step of a worker's engine, or all of it, failed: try another
     |  `- BackendLost         what it computes on is gone: no step can succeed any more
@@ -205,6 +206,12 @@ class CapacityError(NeuronDiError):
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class Preempted(CapacityError):
+    """Raised when a worker had no KV blocks left for all that run, and this was the youngest."""
+
+    code = "preempted"
 
 
 class DeadlinePassed(NeuronDiError):

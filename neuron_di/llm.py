@@ -16,7 +16,7 @@ import msgspec
 from neuron_di.config import EngineOptions, options_of_values
 from neuron_di.core import BlockPool, CombinedScheduler
 from neuron_di.engine import Broken, Emitted, Ended, Engine, EngineEvent, Key
-from neuron_di.errors import BadRequest, LocalProtocolError, NeuronDiError
+from neuron_di.errors import BadRequest, LocalProtocolError, NeuronDiError, Preempted
 from neuron_di.request import (
     OutputText,
     Request,
@@ -60,6 +60,7 @@ class LLM:
             batch_size=limits.decode_batch,
             chunk_tokens=limits.chunk,
             waiting_max=limits.waiting_max,
+            reserve_tokens=limits.reserve_tokens,
         )
         self._lock = threading.Lock()  # held while prompts are answered: events are of one call
         self._is_closed = False
@@ -126,44 +127,53 @@ class LLM:
     ) -> list[Generation]:
         requests = [self._request(prompt, sampling) for prompt in listed]
         answers = {request.key: Generation(request.prompt_ids) for request in requests}
+        in_order = list(answers.values())
         for start in range(0, len(requests), self._waiting_max):
             self._run(requests[start : start + self._waiting_max], answers)
-        return list(answers.values())
+        return in_order
 
     def _run(self, requests: list[Request], answers: dict[Key, Generation]) -> None:
+        running = {request.key: request for request in requests}
         try:
-            broken = self._collect(requests, answers)
+            broken = self._collect(running, answers)
         except BaseException:  # Ctrl-C: nobody waits for these any more
-            for request in requests:
-                self._engine.cancel(request.key)
+            for key in running:
+                self._engine.cancel(key)
             raise
         if broken is not None:  # raised when all have ended: the next call starts afresh
             raise broken
 
     def _collect(
-        self, requests: list[Request], answers: dict[Key, Generation]
+        self, running: dict[Key, Request], answers: dict[Key, Generation]
     ) -> NeuronDiError | None:
         """Until all have ended. The error of one that broke."""
-        for request in requests:
+        for request in running.values():
             self._engine.submit(request)
-        num_left = len(requests)
         broken: NeuronDiError | None = None
-        while num_left:
+        while running:
             for event in self._events.get():
-                answer = answers.get(event.key)
-                if answer is None:
+                if event.key not in running:
                     continue  # of an earlier call that was interrupted
+                answer = answers[event.key]
                 if isinstance(event, Emitted):
                     answer.text += event.token.text
                     answer.token_ids.append(event.token.token_id)
-                elif isinstance(event, Ended):
+                    continue
+                if isinstance(event, Ended):
                     answer.text += event.text
                     answer.finish_reason = event.reason
-                    num_left -= 1
+                elif isinstance(event, Broken) and isinstance(event.error, Preempted):
+                    again = self._continuation(running[event.key], answer)
+                    running[again.key], answers[again.key] = again, answer
+                    self._engine.submit(again)
                 elif isinstance(event, Broken):
                     broken = event.error
-                    num_left -= 1
+                del running[event.key]
         return broken
+
+    def _continuation(self, request: Request, answer: Generation) -> Request:
+        """Of one that gave way to others: the same from where its answer stands."""
+        return self._make(request.prompt_ids, request.sampling, given=tuple(answer.token_ids))
 
     def _request(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Request:
         tokenizer = self._model.tokenizer
@@ -176,6 +186,12 @@ class LLM:
         prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not all(0 <= token_id < num_vocab for token_id in prompt_ids):
             raise BadRequest(f"a token id is outside of 0..{num_vocab - 1}", param="prompt")
+        return self._make(prompt_ids, sampling)
+
+    def _make(
+        self, prompt_ids: list[int], sampling: SamplingParams, given: tuple[int, ...] = ()
+    ) -> Request:
+        tokenizer = self._model.tokenizer
         self._num_requests += 1
         return Request(
             RequestId(f"offline-{self._num_requests}"),
@@ -191,6 +207,7 @@ class LLM:
                 include_stop=sampling.include_stop_str_in_output,
                 prompt_ids=prompt_ids,
             ),
+            given=given,
             rules=self._rules.rules_of(sampling),
         )
 

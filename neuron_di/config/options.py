@@ -94,6 +94,13 @@ class EngineOptions:
         at_least=1,
         at_most=1 << 20,
     )
+    reserve_tokens: int = option(
+        "tokens of an answer for which KV blocks are reserved at a time; where none are left, the "
+        "youngest request gives way and goes on later. More than any max_tokens: none ever does",
+        default=128,
+        at_least=1,
+        at_most=1 << 30,
+    )
     waiting_max: int = option(
         "requests that may wait in a worker beside those it computes; one more is refused",
         default=256,

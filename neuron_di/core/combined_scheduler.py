@@ -9,9 +9,11 @@ separate workers do not have.
 
 from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
+from neuron_di.core.growth import Growth
 from neuron_di.core.plan import DecodeBatch, PrefillChunk, StepPlan
 from neuron_di.core.require import require
 from neuron_di.core.waiting_queue import WaitingQueue
+from neuron_di.errors import NeuronDiError
 from neuron_di.request import Request, RequestStatus
 from neuron_di.types import FinishReason
 
@@ -27,15 +29,18 @@ class CombinedScheduler:
         batch_size: int,
         chunk_tokens: int,
         waiting_max: int,
+        reserve_tokens: int,
     ) -> None:
         self._pool = pool
         self._batch_size = batch_size
         self._chunk_tokens = chunk_tokens
+        self._growth = Growth(pool, block_size=block_size, reserve_tokens=reserve_tokens)
         self._waiting = WaitingQueue(
             pool,
             block_size=block_size,
             waiting_max=waiting_max,
-            num_tokens=lambda request: request.num_kv_at_most,
+            num_tokens=self._growth.num_tokens,
+            num_tokens_at_most=lambda request: request.num_kv_at_most,
         )
         self._running: list[Request] = []
 
@@ -59,16 +64,22 @@ class CombinedScheduler:
         )
         self._waiting.add(request)
 
+    def failures(self) -> list[tuple[Request, NeuronDiError]]:
+        if self._is_prefilling():  # so nobody is given a token now
+            return []
+        return self._growth.failures(self._running)
+
     def schedule(self) -> StepPlan | None:
         """The next chunk of a prompt if one runs or may start, else a token for everyone."""
         if not self._is_prefilling() and len(self._running) < self._batch_size:
-            request = self._waiting.pop_startable()
+            request = self._waiting.pop_startable(self._growth.num_kept(self._running))
             if request is not None:
                 request.status = RequestStatus.RUNNING
                 self._running.append(request)
         if self._is_prefilling():
             return PrefillChunk.next_of(self._running[-1], self._chunk_tokens)
-        return DecodeBatch(tuple(self._running)) if self._running else None
+        ready = self._growth.grow(self._running)
+        return DecodeBatch(tuple(ready)) if ready else None
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in any state. Its slot and blocks are free at once."""
@@ -101,11 +112,10 @@ class CombinedScheduler:
         require(len(self._running) <= self._batch_size, f"{len(self._running)} requests run")
         for request in self._running:
             require(request.status is RequestStatus.RUNNING, f"{request!r} runs")
-            is_within = request.num_computed <= request.num_kv_at_most
-            require(is_within, f"{request!r} runs with KV of {request.num_computed} positions")
+            require(self._growth.is_share(request), f"{request!r} does not hold its share")
         for request in self._running[:-1]:
             require(request.num_computed >= request.num_prefilled, f"{request!r} was overtaken")
-        self._waiting.check_integrity(self._running)
+        self._waiting.check_integrity()
         self._pool.check_integrity(request.block_ids for request in self._running)
 
     def _is_prefilling(self) -> bool:

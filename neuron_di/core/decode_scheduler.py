@@ -11,6 +11,7 @@ still write to are given to nobody.
 from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
 from neuron_di.core.completion import CompletionToken
+from neuron_di.core.growth import Growth
 from neuron_di.core.plan import DecodeBatch
 from neuron_di.core.quarantine import Quarantine
 from neuron_di.core.require import require
@@ -24,20 +25,28 @@ class DecodeScheduler:
     """Runs all received requests in one batch, one token per step.
 
     A request is added when its prompt and its first token, or more of them, are known. In each
-    step the engine finishes `failed_transfers()`, calls `schedule()`, and starts
+    step the engine finishes `failures()`, calls `schedule()`, and starts
     `transfers_to_start()` before it computes the batch, so that receiving and decoding overlap.
     """
 
     def __init__(
-        self, pool: BlockPool, *, block_size: int, batch_size: int, waiting_max: int
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        batch_size: int,
+        waiting_max: int,
+        reserve_tokens: int,
     ) -> None:
         self._pool = pool
         self._batch_size = batch_size
+        self._growth = Growth(pool, block_size=block_size, reserve_tokens=reserve_tokens)
         self._waiting = WaitingQueue(
             pool,
             block_size=block_size,
             waiting_max=waiting_max,
-            num_tokens=lambda request: request.num_kv_at_most,
+            num_tokens=self._growth.num_tokens,
+            num_tokens_at_most=lambda request: request.num_kv_at_most,
         )
         # None until the transfer is started. In order of admission.
         self._transferring: dict[Request, CompletionToken | None] = {}
@@ -72,8 +81,9 @@ class DecodeScheduler:
         """All requests whose KV is here, those that just arrived included; None: nobody's is."""
         self._quarantine.poll()
         self._join_received()
+        ready = self._growth.grow(self._running)
         self._admit_waiting()
-        return DecodeBatch(tuple(self._running)) if self._running else None
+        return DecodeBatch(tuple(ready)) if ready else None
 
     def transfers_to_start(self) -> list[Request]:
         """The admitted requests whose blocks wait for the prefill worker's KV."""
@@ -85,13 +95,13 @@ class DecodeScheduler:
         require(self._transferring[request] is None, f"{request!r} is being received already")
         self._transferring[request] = token
 
-    def failed_transfers(self) -> list[tuple[Request, NeuronDiError]]:
-        """The requests whose KV will not come, and why. Each keeps its slot until finished."""
-        failed = []
+    def failures(self) -> list[tuple[Request, NeuronDiError]]:
+        """The requests whose KV will not come, and those that are preempted."""
+        failed: list[tuple[Request, NeuronDiError]] = []
         for request, token in self._transferring.items():
             if token is not None and token.is_done() and (error := token.error()) is not None:
                 failed.append((request, error))
-        return failed
+        return failed + self._growth.failures(self._running)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in any state. Its slot is free at once.
@@ -136,11 +146,13 @@ class DecodeScheduler:
             require(request.status is RequestStatus.TRANSFERRING, f"{request!r} is received")
         for request in self._running:
             require(request.status is RequestStatus.RUNNING, f"{request!r} runs")
-            is_within = request.num_prefilled <= request.num_computed <= request.num_kv_at_most
-            require(is_within, f"{request!r} runs with KV of {request.num_computed} positions")
+            is_whole = request.num_prefilled <= request.num_computed
+            require(is_whole, f"{request!r} runs with KV of {request.num_computed} positions")
         started = [*self._transferring, *self._running]
         require(len(started) <= self._batch_size, f"{len(started)} requests were started")
-        self._waiting.check_integrity(started)
+        self._waiting.check_integrity()
+        for request in started:
+            require(self._growth.is_share(request), f"{request!r} does not hold its share")
         owned = [request.block_ids for request in started]
         self._pool.check_integrity([*owned, *self._quarantine.owned()])
 
@@ -160,7 +172,8 @@ class DecodeScheduler:
 
     def _admit_waiting(self) -> None:
         while len(self._transferring) + len(self._running) < self._batch_size:
-            request = self._waiting.pop_startable()
+            started = (*self._transferring, *self._running)
+            request = self._waiting.pop_startable(self._growth.num_kept(started))
             if request is None:
                 return
             request.status = RequestStatus.TRANSFERRING

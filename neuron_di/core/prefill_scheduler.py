@@ -14,6 +14,7 @@ from neuron_di.core.plan import PrefillChunk
 from neuron_di.core.quarantine import Quarantine
 from neuron_di.core.require import require
 from neuron_di.core.waiting_queue import WaitingQueue
+from neuron_di.errors import NeuronDiError
 from neuron_di.request import Request, RequestStatus
 from neuron_di.types import FinishReason
 
@@ -35,6 +36,7 @@ class PrefillScheduler:
         waiting_max: int,
     ) -> None:
         self._pool = pool
+        self._block_size = block_size
         self._batch_size = batch_size
         self._chunk_tokens = chunk_tokens
         self._waiting = WaitingQueue(
@@ -42,6 +44,7 @@ class PrefillScheduler:
             block_size=block_size,
             waiting_max=waiting_max,
             num_tokens=lambda request: request.num_prefilled,
+            num_tokens_at_most=lambda request: request.num_prefilled,
         )
         self._running: Request | None = None
         self._transferring: list[Request] = []
@@ -67,6 +70,10 @@ class PrefillScheduler:
             f"{request!r}: prefill computes every position that is known",
         )
         self._waiting.add(request)
+
+    def failures(self) -> list[tuple[Request, NeuronDiError]]:
+        """None: what started has all its blocks."""
+        return []
 
     def schedule(self) -> PrefillChunk | None:
         """The next chunk of the running prompt; starts the next prompt when none runs."""
@@ -131,7 +138,10 @@ class PrefillScheduler:
             require(request.status is RequestStatus.TRANSFERRING, f"{request!r} is parked")
         started = running + self._transferring
         require(len(started) <= self._batch_size, f"{len(started)} requests were started")
-        self._waiting.check_integrity(started)
+        self._waiting.check_integrity()
+        for request in started:
+            is_whole = len(request.block_ids) == -(-request.num_prefilled // self._block_size)
+            require(is_whole, f"{request!r} does not hold what it reserved")
         owned = [request.block_ids for request in started]
         self._pool.check_integrity([*owned, *self._quarantine.owned()])
 

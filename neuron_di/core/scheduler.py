@@ -4,8 +4,8 @@
     backend computes the plan        the scheduler knows nothing of it
     plan.mark_computed()             tell what is done; then sample, finish, park
 
-Blocks are reserved when a request starts, for all the KV it can ever hold on this worker.
-So a request that started never runs out of memory, and no scheduler needs preemption.
+A request starts with blocks for what is known and for a part of its answer, and gets more as it
+grows; where there are none left, the youngest gives way (growth.py).
 Waiting requests start in the order of their arrival. Nobody overtakes the first, even one
 that would fit: a long prompt waits for its turn, never for ever.
 """
@@ -14,6 +14,7 @@ from typing import Protocol
 
 from neuron_di.core.block_count import BlockCount
 from neuron_di.core.plan import StepPlan
+from neuron_di.errors import NeuronDiError
 from neuron_di.request import Request
 from neuron_di.types import FinishReason
 
@@ -40,6 +41,10 @@ class Scheduler(Protocol):
         CapacityError when the queue is full; TooLarge when even an empty pool could not hold
         the request, which would block the queue for ever.
         """
+        ...
+
+    def failures(self) -> list[tuple[Request, NeuronDiError]]:
+        """Who cannot go on, and why: asked, and finished, before each `schedule`."""
         ...
 
     def schedule(self) -> StepPlan | None:

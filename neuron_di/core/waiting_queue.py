@@ -1,7 +1,7 @@
 """The requests that wait for a start: bounded, first come, first served, holding nothing."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from neuron_di.core.block_pool import BlockPool
 from neuron_di.core.require import require
@@ -10,9 +10,10 @@ from neuron_di.request import Request, RequestStatus
 
 
 class WaitingQueue:
-    """Lets its first request start once the pool holds all the blocks it will ever need.
+    """Lets its first request start once the pool holds the blocks that it starts with.
 
-    `num_tokens` says for how many token positions a request reserves blocks.
+    `num_tokens` says for how many token positions that is, `num_tokens_at_most` for how many it
+    can ever have blocks.
     """
 
     def __init__(
@@ -22,11 +23,13 @@ class WaitingQueue:
         block_size: int,
         waiting_max: int,
         num_tokens: Callable[[Request], int],
+        num_tokens_at_most: Callable[[Request], int],
     ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._waiting_max = waiting_max
         self._num_tokens = num_tokens
+        self._num_tokens_at_most = num_tokens_at_most
         self._requests: deque[Request] = deque()
 
     def __len__(self) -> int:
@@ -37,7 +40,7 @@ class WaitingQueue:
         require(request.status is RequestStatus.WAITING, f"{request!r} was added before")
         require(request not in self._requests, f"{request!r} was added before")
         require(request.num_prompt > 0, f"{request!r} has no prompt")
-        num_blocks = self._num_blocks(request)
+        num_blocks = self._num_blocks(self._num_tokens_at_most(request))
         if num_blocks > self._pool.num_blocks:
             raise TooLarge(
                 f"the request needs {num_blocks} KV blocks of {self._block_size} tokens,"
@@ -47,12 +50,13 @@ class WaitingQueue:
             raise CapacityError(f"{len(self._requests)} requests are waiting already")
         self._requests.append(request)
 
-    def pop_startable(self) -> Request | None:
-        """Remove the first request and give it its blocks; None when it must wait on."""
+    def pop_startable(self, num_kept: int = 0) -> Request | None:
+        """Remove the first request and give it its blocks, so that `num_kept` others stay free;
+        None when it must wait on."""
         if not self._requests:
             return None
-        num_blocks = self._num_blocks(self._requests[0])
-        if num_blocks > self._pool.num_free:
+        num_blocks = self._num_blocks(self._num_tokens(self._requests[0]))
+        if num_blocks + num_kept > self._pool.num_free:
             return None
         request = self._requests.popleft()
         request.block_ids = self._pool.allocate(num_blocks)
@@ -63,14 +67,11 @@ class WaitingQueue:
         require(request in self._requests, f"{request!r} is not waiting here")
         self._requests.remove(request)
 
-    def check_integrity(self, started: Iterable[Request]) -> None:
-        """Raise LocalProtocolError unless only started requests hold blocks, each its share."""
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError unless none of them holds blocks."""
         for request in self._requests:
             require(request.status is RequestStatus.WAITING, f"{request!r} is in the queue")
             require(not request.block_ids, f"{request!r} holds blocks")
-        for request in started:
-            is_whole = len(request.block_ids) == self._num_blocks(request)
-            require(is_whole, f"{request!r} does not hold what it reserved")
 
-    def _num_blocks(self, request: Request) -> int:
-        return -(-self._num_tokens(request) // self._block_size)
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

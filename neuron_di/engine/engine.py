@@ -194,9 +194,8 @@ class Engine:
 
     def _schedule(self) -> StepPlan | None:
         scheduler = self._scheduler
-        if isinstance(scheduler, DecodeScheduler):
-            for request, error in scheduler.failed_transfers():  # their slots are free at once
-                self._break(request, error)
+        for request, error in scheduler.failures():  # their slots are free at once
+            self._break(request, error)
         plan = scheduler.schedule()
         if isinstance(scheduler, DecodeScheduler):
             self._start_transfers(scheduler)

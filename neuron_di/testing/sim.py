@@ -71,7 +71,10 @@ def report(
     yield f"completed   {tally.num_completed}, {is_equal}"
     yield f"cancelled   {tally.num_cancelled} by their clients"
     yield f"cut off     {tally.num_cut_off} with their proxy"
-    yield f"continued   {tally.num_continued}, retried {tally.num_retried}"
+    yield (
+        f"continued   {tally.num_continued}, {tally.num_preempted} of them preempted, "
+        f"retried {tally.num_retried}"
+    )
     yield f"errors      {_list(tally.errors)}"
     yield f"faults      {_list(tally.faults)}"
     for kind in ("wrong", "hidden", "lost", "stuck", "leaked", "bug"):

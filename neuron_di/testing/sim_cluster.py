@@ -6,6 +6,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 
 from neuron_di.engine import Key
+from neuron_di.errors import Preempted
 from neuron_di.testing.fake_handover import FakeArena, FakeArenaPool
 from neuron_di.testing.fake_model import fake_layout
 from neuron_di.testing.fake_transfer import Fabric
@@ -36,6 +37,7 @@ class Tally:
     num_cut_off: int = 0
     num_continued: int = 0
     num_retried: int = 0
+    num_preempted: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     num_callbacks: int = 0
@@ -49,6 +51,7 @@ class Tally:
         self.num_cut_off += other.num_cut_off
         self.num_continued += other.num_continued
         self.num_retried += other.num_retried
+        self.num_preempted += other.num_preempted
         self.errors += other.errors
         self.faults += other.faults
         self.num_callbacks += other.num_callbacks
@@ -202,6 +205,7 @@ class Cluster:
             later = record.attempts[1:]
             tally.num_continued += any(attempt.emitted for attempt in later)
             tally.num_retried += any(not attempt.emitted for attempt in later)
+            tally.num_preempted += any(each.code == Preempted.code for each in record.attempts)
         tally.faults += self.faults.num_struck
         tally.num_callbacks = self.loop.num_callbacks
         tally.virtual_s = self.loop.now_s

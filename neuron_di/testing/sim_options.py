@@ -66,7 +66,13 @@ def draw_options(rng: random.Random) -> ClusterOptions:
     hand_over = replace(drawn.hand_over, stream_layers=aside.choice(("on", "off")))
     are_alike = drawn.decode_block_size in (None, block_size) and not drawn.is_two_sided
     has_arena = aside.random() < ARENA_SHARE and are_alike
-    return replace(drawn, hand_over=hand_over, has_arena=has_arena)
+    drawn = replace(drawn, hand_over=hand_over, has_arena=has_arena)
+    reserve_tokens = aside.choice((1, 1, 4, 128))
+    engine = replace(engine, reserve_tokens=reserve_tokens)
+    if reserve_tokens == 1:  # then most answers outgrow what they began with
+        engine = replace(engine, decode_batch=16)
+        drawn = replace(drawn, num_blocks=fewest, step_s=0.05)
+    return replace(drawn, engine=engine)
 
 
 def default_options(roles: tuple[Role, ...]) -> ClusterOptions:

@@ -269,6 +269,7 @@ class Worker:
                 batch_size=limits.decode_batch,
                 chunk_tokens=limits.chunk,
                 waiting_max=limits.waiting_max,
+                reserve_tokens=limits.reserve_tokens,
             )
             engine = self._engine_for(combined)
             report = LegReport(self.worker_id, "both")
@@ -299,6 +300,7 @@ class Worker:
             block_size=limits.block_size,
             batch_size=limits.decode_batch,
             waiting_max=limits.waiting_max,
+            reserve_tokens=limits.reserve_tokens,
         )
         self.decode = DecodeWorker(
             lambda start_transfer: self._engine_for(decode, start_transfer),

@@ -3,6 +3,7 @@
 import msgspec
 
 from neuron_di.clock import Deadline
+from neuron_di.errors import Preempted
 from neuron_di.types import RequestId
 from neuron_di.wire import LegReceipt, WorkerRecord
 from neuron_di_proxy.choice_request import ChoiceRequest
@@ -35,9 +36,12 @@ class Attempt(msgspec.Struct, kw_only=True):
     refused_by: WorkerRecord | None = None  # who has no room: nobody's fault
 
     @property
-    def is_untried(self) -> bool:
-        """Whether a worker refused it for want of room before anything came of it."""
-        return self.refused_by is not None and not self.num_tokens
+    def wants_room(self) -> bool:
+        """Whether a worker refused it before anything came of it, or let it give way to others:
+        for want of room, which is nobody's fault."""
+        if self.refused_by is None:
+            return False
+        return not self.num_tokens or self.code == Preempted.code
 
     @property
     def first_index(self) -> int:

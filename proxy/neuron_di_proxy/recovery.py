@@ -16,7 +16,14 @@ from msgspec import structs
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
-from neuron_di.errors import CapacityError, NeuronDiError, PeerGone, PeerRefused, WorkerFailed
+from neuron_di.errors import (
+    CapacityError,
+    NeuronDiError,
+    PeerGone,
+    PeerRefused,
+    Preempted,
+    WorkerFailed,
+)
 from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.wire import Finished, Token, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
@@ -221,9 +228,10 @@ class RequestRunner:
         """Tell health who is at fault, or have a pair tested whose workers accuse each other."""
         if failure_of(error).fault == "client":  # nobody here is, and clients bring no lines about
             return
-        if attempt.is_untried:  # one that waits for room asks again and again
+        if attempt.wants_room:  # one that waits for it asks again and again
             worker_id = attempt.refused_by.worker_id if attempt.refused_by else None
-            _limited.info("attempt_refused", request=attempt.request_id, worker=worker_id)
+            event = "attempt_preempted" if attempt.code == Preempted.code else "attempt_refused"
+            _limited.info(event, request=attempt.request_id, worker=worker_id)
             return
         _log.warning(
             "attempt_failed",
@@ -250,10 +258,12 @@ class RequestRunner:
             self._health.blame(failed_step, error)
 
     def _room_after(self, attempt: Attempt, room: Deadline | None) -> Deadline | None:
-        """By when a worker must have room, where this attempt was untried for want of it."""
-        if not attempt.is_untried:
+        """By when a worker must have room, where this attempt ended for want of it."""
+        if not attempt.wants_room:
             return None
-        return room or Deadline.after(self._limits.queue_timeout_s)
+        if room is None or attempt.num_tokens:  # it got on: it begins to wait now
+            return Deadline.after(self._limits.queue_timeout_s)
+        return room
 
     async def _is_lost(self, attempt: Attempt) -> bool:
         """Whether the attempt ended because its worker did. It had perhaps hundreds of them, and
@@ -284,9 +294,10 @@ class RequestRunner:
         is_continuation = bool(record.emitted)
         num_max = self._limits.continuations_max if is_continuation else self._limits.retries_max
         if room is not None:
-            has_number = len(record.attempts) < ATTEMPTS_MAX
-            return num_max > 0 and has_number and not room.has_passed()
-        further = [each for each in record.attempts if not each.is_untried][1:]
+            gave_way = failed.code == Preempted.code  # nothing failed that had a limit
+            may_wait = gave_way or (num_max > 0 and not room.has_passed())
+            return may_wait and len(record.attempts) < ATTEMPTS_MAX
+        further = [each for each in record.attempts if not each.wants_room][1:]
         if sum(bool(each.emitted) == is_continuation for each in further) >= num_max:
             return False
         return await self._is_lost(record.attempts[-1]) or self.budget.take()

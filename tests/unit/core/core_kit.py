@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from neuron_di.core import BlockPool, DecodeBatch, PrefillChunk
-from neuron_di.errors import CapacityError, LocalProtocolError, NeuronDiError, TooLarge
+from neuron_di.errors import CapacityError, LocalProtocolError, NeuronDiError, Preempted, TooLarge
 from neuron_di.request import Request, RequestStatus
 from neuron_di.types import BlockId, RequestId
 from neuron_di.wire import SamplingParams
@@ -31,7 +31,7 @@ RANDOM_SCHEDULES = settings(
 )
 
 # (num_prompt, tokens to come at most, num_given)
-ARRIVAL = st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(0, 6))
+ARRIVAL = st.tuples(st.integers(1, 12), st.integers(1, 24), st.integers(0, 6))
 
 
 def make_request(
@@ -144,12 +144,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.statuses: dict[Request, RequestStatus] = {}
         self.transfers: list[Transfer] = []  # that have not ended
         self.quarantine: list[Transfer] = []  # whose requests left before they ended
+        self.preempted: list[Request] = []  # that have not come again
 
     def make_scheduler(self, chunk_tokens: int, waiting_max: int):
         raise NotImplementedError
 
-    def num_reserved(self, request: Request) -> int:
-        """Token positions a request holds blocks for."""
+    def num_at_start(self, request: Request) -> int:
+        """Token positions a request has blocks for when it starts."""
+        return min(request.num_prefilled + self.reserve_tokens, request.num_kv_at_most)
+
+    def num_at_most(self, request: Request) -> int:
+        """Token positions it can ever have blocks for."""
         return request.num_kv_at_most
 
     def new_request(self, num_prompt: int, num_more: int, num_given: int) -> Request:
@@ -172,19 +177,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         """All that others have to do, so that requests can go on."""
 
     @initialize(
-        num_blocks=st.integers(6, 24),
+        num_blocks=st.integers(9, 24),
         block_size=st.integers(1, 4),
-        batch_size=st.integers(1, 4),
+        batch_size=st.integers(1, 6),
         chunk_tokens=st.integers(1, 9),
         waiting_max=st.integers(2, 6),
+        reserve_tokens=st.integers(1, 4),
         arrivals=st.lists(ARRIVAL, min_size=2, max_size=6),
     )
-    def start(self, num_blocks, block_size, batch_size, chunk_tokens, waiting_max, arrivals):
+    def start(
+        self,
+        num_blocks,
+        block_size,
+        batch_size,
+        chunk_tokens,
+        waiting_max,
+        reserve_tokens,
+        arrivals,
+    ):
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.batch_size = batch_size
         self.chunk_tokens = chunk_tokens
         self.waiting_max = waiting_max
+        self.reserve_tokens = reserve_tokens
         self.kv = KvMemory(block_size)
         self.scheduler = self.make_scheduler(chunk_tokens, waiting_max)
         for arrival in arrivals:
@@ -193,14 +209,49 @@ class SchedulerMachine(RuleBasedStateMachine):
     def of(self, *statuses: RequestStatus) -> list[Request]:
         return [request for request in self.requests if request.status in statuses]
 
-    def num_blocks_for(self, request: Request) -> int:
-        return -(-self.num_reserved(request) // self.block_size)
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_kept(self) -> int:
+        """Blocks that stay free, so that all who were started can grow once more."""
+        step = self.num_blocks_for(self.reserve_tokens)
+        return sum(
+            min(step, self.num_blocks_for(self.num_at_most(request)) - len(request.block_ids))
+            for request in self.of(RUNNING, TRANSFERRING)
+        )
 
     def is_head_stuck(self) -> bool:
         """True when nobody waits, or the first finds no room in the pool when it is polled."""
         waiting = self.of(WAITING)
+        if not waiting:
+            return True
         num_late = sum(len(t.block_ids) for t in self.quarantine if t.is_ended)
-        return not waiting or self.num_blocks_for(waiting[0]) > self.pool.num_free + num_late
+        wanted = self.num_blocks_for(self.num_at_start(waiting[0])) + self.num_kept()
+        return wanted > self.pool.num_free + num_late
+
+    def is_full(self, request: Request) -> bool:
+        return request.num_computed >= len(request.block_ids) * self.block_size
+
+    def let_go(self, failures) -> None:
+        """As the engine does. Those that were preempted come again as soon as there is a place."""
+        running, num_free = self.of(RUNNING), self.pool.num_free
+        going = [request for request, error in failures if isinstance(error, Preempted)]
+        if going:
+            assert sum(map(self.is_full, running)) > num_free
+            assert len(going) < len(running)
+            assert self.order_of_start(running)[-len(going) :] == going
+        for request, _ in failures:
+            self.scheduler.finish(request, "error")
+        self.preempted += going
+
+    def order_of_start(self, running: list[Request]) -> list[Request]:
+        return running
+
+    def come_again(self) -> None:
+        while self.preempted and len(self.of(WAITING)) < self.waiting_max:
+            request = self.preempted.pop(0)
+            num_given = len(request.generated)
+            self.add((request.num_prompt, request.max_tokens - num_given, num_given))
 
     @rule(arrival=ARRIVAL)
     def add(self, arrival):
@@ -209,11 +260,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.scheduler.add(request)
         except TooLarge:
-            assert self.num_blocks_for(request) > self.pool.num_blocks
+            assert self.num_blocks_for(self.num_at_most(request)) > self.pool.num_blocks
         except CapacityError:
             assert num_waiting == self.waiting_max
         else:
-            assert self.num_blocks_for(request) <= self.pool.num_blocks
+            assert self.num_blocks_for(self.num_at_most(request)) <= self.pool.num_blocks
             assert num_waiting < self.waiting_max
             self.requests.append(request)
             self.statuses[request] = WAITING
@@ -266,7 +317,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         owned = []
         for request in self.requests:
             if request.status in (RUNNING, TRANSFERRING):
-                assert len(request.block_ids) == self.num_blocks_for(request)
+                least = self.num_blocks_for(self.num_at_start(request))
+                most = self.num_blocks_for(self.num_at_most(request))
+                assert least <= len(request.block_ids) <= most
                 owned += request.block_ids
             else:
                 assert request.block_ids == []
@@ -304,11 +357,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Nobody starves: when all goes well from here on, every request ends."""
         if not hasattr(self, "scheduler"):
             return
-        steps_max = 40 * len(self.requests)
-        while not self.scheduler.is_idle():
+        steps_max = 400 * len(self.requests)
+        while not self.scheduler.is_idle() or self.preempted:
             steps_max -= 1
             assert steps_max > 0, "somebody starves"
             self.end_transfers()
+            self.come_again()
             self.step()
             self.check_all()
         assert self.of(WAITING, RUNNING, TRANSFERRING) == []

@@ -28,10 +28,12 @@ class CombinedMachine(SchedulerMachine):
             batch_size=self.batch_size,
             chunk_tokens=chunk_tokens,
             waiting_max=waiting_max,
+            reserve_tokens=self.reserve_tokens,
         )
 
     @rule(stops=st.booleans())
     def step(self, stops=False):
+        self.let_go(self.scheduler.failures())
         running = self.of(RUNNING)
         prefilling = [r for r in running if r.num_computed < r.num_prefilled]
         may_start = len(running) < self.batch_size and not self.is_head_stuck()
@@ -69,7 +71,7 @@ def test_random_schedules():
 @pytest.fixture
 def scheduler():
     return CombinedScheduler(
-        BlockPool(16), block_size=4, batch_size=2, chunk_tokens=4, waiting_max=9
+        BlockPool(16), block_size=4, batch_size=2, chunk_tokens=4, waiting_max=9, reserve_tokens=99
     )
 
 

@@ -38,7 +38,10 @@ class PrefillMachine(SchedulerMachine):
             waiting_max=waiting_max,
         )
 
-    def num_reserved(self, request):
+    def num_at_start(self, request):
+        return request.num_prefilled
+
+    def num_at_most(self, request):
         return request.num_prefilled
 
     def give_up(self, request, is_held):

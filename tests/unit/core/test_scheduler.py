@@ -12,11 +12,12 @@ def make_prefill(pool):
 
 
 def make_decode(pool):
-    return DecodeScheduler(pool, block_size=4, batch_size=4, waiting_max=2)
+    return DecodeScheduler(pool, block_size=4, batch_size=4, waiting_max=2, reserve_tokens=8)
 
 
 def make_combined(pool):
-    return CombinedScheduler(pool, block_size=4, batch_size=4, chunk_tokens=4, waiting_max=2)
+    limits = {"batch_size": 4, "chunk_tokens": 4, "waiting_max": 2, "reserve_tokens": 8}
+    return CombinedScheduler(pool, block_size=4, **limits)
 
 
 @pytest.fixture(params=[make_prefill, make_decode, make_combined])

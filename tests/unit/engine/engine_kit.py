@@ -70,6 +70,8 @@ class Rig:
         *,
         batch_size: int = 4,
         chunk: int = 8,
+        reserve: int = 128,
+        num_blocks: int = NUM_BLOCKS,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.backend = Backend(folder)
@@ -77,8 +79,8 @@ class Rig:
         self.rules = TokenRuleMaker(
             self.tokenizer, num_vocab=self.backend.num_vocab, eos_token_ids=eos_token_ids
         )
-        self.blocks = BlockPool(NUM_BLOCKS)
-        self.scheduler = _scheduler(role, self.blocks, batch_size, chunk)
+        self.blocks = BlockPool(num_blocks)
+        self.scheduler = _scheduler(role, self.blocks, batch_size, chunk, reserve)
         self.events: list[EngineEvent] = []
         self.transfers: dict[str, tuple[list[BlockId], TransferToken]] = {}
         self.engine = Engine(
@@ -148,7 +150,7 @@ class Rig:
         for _ in range(200):
             self.turn()
             if self.scheduler.is_idle():
-                assert self.blocks.num_free == NUM_BLOCKS
+                assert self.blocks.num_free == self.blocks.num_blocks
                 return self.events[before:]
         raise AssertionError("the engine does not come to rest")
 
@@ -164,12 +166,16 @@ class Rig:
         return token
 
 
-def _scheduler(role: str, blocks: BlockPool, batch_size: int, chunk: int) -> Scheduler:
+def _scheduler(
+    role: str, blocks: BlockPool, batch_size: int, chunk: int, reserve: int
+) -> Scheduler:
     if role == "prefill":
         return PrefillScheduler(blocks, batch_size=batch_size, chunk_tokens=chunk, **LIMITS)
     if role == "decode":
-        return DecodeScheduler(blocks, batch_size=batch_size, **LIMITS)
-    return CombinedScheduler(blocks, batch_size=batch_size, chunk_tokens=chunk, **LIMITS)
+        return DecodeScheduler(blocks, batch_size=batch_size, reserve_tokens=reserve, **LIMITS)
+    return CombinedScheduler(
+        blocks, batch_size=batch_size, chunk_tokens=chunk, reserve_tokens=reserve, **LIMITS
+    )
 
 
 def key(name: str, attempt: int = 0) -> Key:

@@ -36,6 +36,19 @@ def test_threads_get_their_own_answers(llm: LLM) -> None:
     assert [together.get(index) for index in range(4)] == alone
 
 
+def test_a_pool_too_small_for_all_changes_no_answer(llama_folder: Path, llm: LLM) -> None:
+    sampled = SamplingParams(temperature=0.9, max_tokens=60, ignore_eos=True, seed=5)
+    expected = [answer.token_ids for answer in llm.generate(PROMPTS, sampled)]
+    texts = [answer.text for answer in llm.generate(PROMPTS, sampled)]
+    room: dict[str, object] = {"num_blocks": 9, "decode_batch": 4, "reserve_tokens": 1}
+    with LLM(str(llama_folder), threads=1, context_tokens=128, **room) as small:
+        answers = small.generate(PROMPTS, sampled)
+        assert small._num_requests > len(PROMPTS)  # somebody gave way
+        assert [answer.token_ids for answer in answers] == expected
+        assert [answer.text for answer in answers] == texts
+        assert {answer.finish_reason for answer in answers} == {"length"}
+
+
 def test_once_closed_it_answers_nobody(llama_folder: Path) -> None:
     llm = LLM(str(llama_folder), threads=1, num_blocks=64)
     llm.close()

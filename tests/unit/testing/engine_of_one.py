@@ -14,7 +14,7 @@ def answer_of_one_engine(prompt_ids, sampling, *, after_prefill=None):
     backend = FakeBackend(block_size=4, num_blocks=20, incarnation=Incarnation("one"))
     tokenizer = FakeTokenizer()
     scheduler = CombinedScheduler(
-        BlockPool(20), block_size=4, batch_size=1, chunk_tokens=3, waiting_max=1
+        BlockPool(20), block_size=4, batch_size=1, chunk_tokens=3, waiting_max=1, reserve_tokens=9
     )
     events = []
     engine = Engine(backend, scheduler, tokenizer, (EOS_ID,), sink=events.extend)

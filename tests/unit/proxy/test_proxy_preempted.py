@@ -1,0 +1,46 @@
+"""Requests that a worker let go for older ones: nothing failed, so nothing is spent."""
+
+import pytest
+from virtual_cluster import fail_with, failed, one_by_one, play, two_by_two, virtual
+
+GAVE_WAY = failed("preempted", 503)
+
+
+@pytest.mark.parametrize("continuations_max", [0, 1])
+@virtual
+async def test_who_gives_way_to_others_goes_on_as_often_as_it_takes(continuations_max):
+    scripts = [fail_with(GAVE_WAY, after=1)] * 3 + [play]
+    async with one_by_one(continuations_max=continuations_max, queue_timeout_s=0.5) as cluster:
+        decode = cluster.workers["d1"]
+        decode.script = lambda leg: scripts.pop(0)(leg)
+        before = cluster.runner.budget.left
+        asked = await cluster.ask()
+        assert asked.is_complete
+        assert [each.code for each in asked.record.attempts] == ["preempted"] * 3 + [None]
+        assert cluster.runner.budget.left >= before
+        assert all(each.blamed is None for each in asked.record.attempts)
+
+
+@virtual
+async def test_it_goes_on_at_workers_with_room_where_there_are_some():
+    async with two_by_two() as cluster:
+        cluster.workers["d1"].script = fail_with(GAVE_WAY, after=2)
+        cluster.workers["d2"].script = play
+        asked = await cluster.ask()
+        assert asked.is_complete
+        assert [each[1] for each in asked.attempts()] in (["d1", "d2"], ["d2"])
+
+
+async def refuse(_):
+    yield failed("over_capacity", 503)
+
+
+@virtual
+async def test_one_that_finds_no_room_any_more_ends_with_what_it_has():
+    """It may wait as long as any request may wait for a worker, and no longer."""
+    async with one_by_one(queue_timeout_s=5.0) as cluster:
+        scripts = [fail_with(GAVE_WAY, after=2)]
+        cluster.workers["d1"].script = lambda leg: (scripts.pop() if scripts else refuse)(leg)
+        asked = await cluster.ask()
+        assert asked.error.failed.code == "over_capacity"
+        assert len(asked.record.emitted) == 3
