@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from neuron_di.errors import Preempted
 from neuron_di.types import FinishReason
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.receipts import Receipt
@@ -40,6 +41,7 @@ _COUNTERS = (
     ("vllm:generation_tokens", "tokens of answers, counted as they come"),
     ("vllm:prefix_cache_queries", "tokens of prompts whose KV was looked for"),
     ("vllm:prefix_cache_hits", "tokens of prompts whose KV was found"),
+    ("vllm:num_preemptions", "attempts that ended because a worker's pool was full"),
 )
 _REASONS: dict[FinishReason, str] = {
     "stop": "stop",
@@ -71,6 +73,7 @@ class ModelMetrics:
         self.num_by_reason = dict.fromkeys(_REASONS.values(), 0)
         self._num_prompt = 0
         self._num_cached = 0
+        self._num_preempted = 0
         self._num_beside_gaps = 0  # tokens that came after no other, or never reached the proxy
 
     def count(self, receipt: Receipt) -> None:
@@ -96,6 +99,7 @@ class ModelMetrics:
         num_gaps = -1
         for attempt in receipt.attempts:
             num_gaps += attempt.num_tokens
+            self._num_preempted += attempt.code == Preempted.code
         num_beside_gaps = receipt.num_generated - max(0, num_gaps)
         if num_beside_gaps > 0:
             self._num_beside_gaps += num_beside_gaps
@@ -110,7 +114,8 @@ class ModelMetrics:
     def totals(self) -> tuple[int, ...]:
         """As `_COUNTERS` names them. None of them ever falls."""
         num_generated = self.gaps.count() + self._num_beside_gaps
-        return self._num_prompt, num_generated, self._num_prompt, self._num_cached
+        found = self._num_prompt, self._num_cached
+        return self._num_prompt, num_generated, *found, self._num_preempted
 
 
 def model_families(models: dict[str, ModelMetrics]) -> Iterable[Metric]:

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 from metric_samples import parse, samples
+from msgspec import structs
 from running_proxy import RunningProxy, until
 from scripted_worker import make_record, play_decode, play_prefill, receipt, token
 
@@ -192,6 +193,16 @@ def test_no_token_is_counted_twice_or_forgotten(attempts, num_gaps, num_generate
     assert seen["vllm:generation_tokens_total", "tiny"] == num_generated
     assert seen["vllm:prefix_cache_queries_total", "tiny"] == 7
     assert seen["vllm:prefix_cache_hits_total", "tiny"] == 3
+
+
+def test_attempts_that_gave_way_are_counted():
+    metrics = Metrics(Models("tiny"))
+    answer = ended(2, 3, num_generated=5)
+    gave_way = structs.replace(answer.attempts[0], code="preempted")
+    metrics.count(structs.replace(answer, attempts=(gave_way, *answer.attempts[1:])), None)
+    seen = parse(metrics.text().decode())
+    assert seen["vllm:num_preemptions_total", "tiny"] == 1
+    assert seen["neuron_di_attempts_total", "preempted"] == 1
 
 
 def test_the_time_in_queues_is_ours_and_the_workers():
