@@ -6,6 +6,7 @@ A copy engine takes some microseconds for each run, however short it is: on an H
 Source of the signatures: cuda.h of CUDA 12.9.
 """
 
+import contextlib
 import ctypes
 from importlib.resources import files
 from typing import Self
@@ -41,14 +42,18 @@ class CopyKernel:
         takes = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
         load = takes(runtime.driver_function("cuModuleLoadData"))
         check_driver("cuModuleLoadData", load(ctypes.addressof(module), image))
-        takes = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 2, ctypes.c_char_p)
-        find = takes(runtime.driver_function("cuModuleGetFunction"))
-        code = find(ctypes.addressof(function), module.value, _NAME.encode())
-        check_driver("cuModuleGetFunction", code)
         assert module.value is not None, "the driver says that it has it"
-        assert function.value is not None, "the driver says that it has found it"
-        num_programs = _PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(device)
-        return cls(runtime, module.value, function.value, num_programs)
+        with contextlib.ExitStack() as undo:
+            undo.callback(_unload, runtime, module.value)
+            takes = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 2, ctypes.c_char_p)
+            find = takes(runtime.driver_function("cuModuleGetFunction"))
+            code = find(ctypes.addressof(function), module.value, _NAME.encode())
+            check_driver("cuModuleGetFunction", code)
+            assert function.value is not None, "the driver says that it has found it"
+            num_programs = _PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(device)
+            kernel = cls(runtime, module.value, function.value, num_programs)
+            undo.pop_all()  # it is the kernel's now
+        return kernel
 
     @staticmethod
     def takes(num_runs: int, longest: int, num_bytes: int) -> bool:
@@ -77,6 +82,10 @@ class CopyKernel:
 
     def unload(self) -> None:
         """After its last launch has run."""
-        takes = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-        unload = takes(self._runtime.driver_function("cuModuleUnload"))
-        check_driver("cuModuleUnload", unload(self._module))
+        _unload(self._runtime, self._module)
+
+
+def _unload(runtime: CudaRuntime, module: int) -> None:
+    takes = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    unload = takes(runtime.driver_function("cuModuleUnload"))
+    check_driver("cuModuleUnload", unload(module))

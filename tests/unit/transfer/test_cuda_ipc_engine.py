@@ -132,6 +132,20 @@ def test_what_was_opened_for_the_kernel_is_given_back(peer, decode):
     assert [n - m for n, m in zip(after, before, strict=True)] == [1] * 5
 
 
+@pytest.mark.parametrize("function", ["cuModuleGetFunction", "cudaMallocHost"])
+def test_a_kernel_that_is_had_in_part_only_is_given_back(peer, decode, function):
+    names = ("cuModuleLoadData", "cuModuleUnload", "cudaMalloc", "cudaFree")
+    before = [decode.steering.calls(name) for name in names]
+    decode.steering.fail(function, NOT_SUPPORTED)
+    decode.connect(peer.region)
+    loads, unloads, allocations, frees = (
+        decode.steering.calls(name) - n for name, n in zip(names, before, strict=True)
+    )
+    assert (loads, unloads) == (1, 1)
+    assert allocations == frees
+    check_scattered(decode)
+
+
 @pytest.mark.parametrize(
     "function",
     ["cudaEventQuery", "cudaEventRecord", "cudaMemcpyAsync", "cudaEventSynchronize"],
