@@ -147,7 +147,8 @@ class CudaReader:
             raise PeerRefused("the prefill worker's pool is smaller than it says")
         self._peers_address = base + region.offset
         self._copier = CudaRunCopier(runtime, self._pool.device)
-        self._ends.append(self._copier.close)
+        has_opened = partial(runtime.is_done, self._gate)
+        self._ends.append(partial(_close_copier, self._copier, has_opened))
 
     def _prove(self) -> None:
         """What stands before the peer's block 0 is what the peer, and nobody else, put there."""
@@ -226,6 +227,13 @@ def _undo(ends: list[Callable[[], None]]) -> None:
     for end in reversed(ends):
         with contextlib.suppress(CudaError):  # the device has failed: nothing is left
             end()
+
+
+def _close_copier(copier: CudaRunCopier, has_opened: Callable[[], bool]) -> None:
+    """To free memory is to wait for all that the device was given. A stream that stands still for
+    the peer's kernels may do so for ever: then what the copier has goes with the process."""
+    if has_opened():
+        copier.close()
 
 
 def _open_heads(peer: Incarnation, region: CudaIpcRegion, layout: KvLayout) -> PeerPool:

@@ -13,6 +13,8 @@ from neuron_di_bindings.cuda_runtime import CudaError, CudaRuntime
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 KERNELS_VALUE = 200
+# CUDA's that wait for every stream; the simulator's do not, so their calls are counted.
+WAITING = ("cudaFree", "cudaFreeHost", "cuModuleUnload")
 
 
 def test_bytes_are_copied_after_the_kernels_that_were_recorded():
@@ -75,7 +77,9 @@ def test_a_peer_that_is_killed_before_its_kernels_end_ends_its_receives():
         decode.until_waiting()
         peer.kill()
         assert isinstance(ended(token).error(), PeerTimeout)
+        before = [decode.steering.calls(name) for name in WAITING]
         decode.engine.close()
+        assert [decode.steering.calls(name) for name in WAITING] == before
         assert (decode.received == UNTOUCHED).all()
 
 
