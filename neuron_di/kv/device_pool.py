@@ -304,6 +304,11 @@ class DevicePool(DeviceLoss, KvPool):
         if self._lost is not None:
             raise BackendLost(self._lost.message)
 
+    def leave_memory(self) -> None:
+        """A stream of this process may stand still for ever, and CUDA frees nothing before it has
+        come to its end: so close() frees nothing."""
+        self._is_stuck = True
+
     def close(self) -> None:
         """Give the memory back. Safe to call twice.
 
@@ -314,7 +319,7 @@ class DevicePool(DeviceLoss, KvPool):
             return
         _pools_here.pop(self.memory_handle, None)
         super().close()
-        if self._is_stuck:  # a copy may be on its way for ever: what it touches goes with us
+        if self._is_stuck:  # for ever, maybe: what is on its way, and what it touches, goes with us
             return
         for end in (self._copies.close, self._device_memory.free):
             with contextlib.suppress(CudaError):  # the device has failed

@@ -148,7 +148,7 @@ class CudaReader:
         self._peers_address = base + region.offset
         self._copier = CudaRunCopier(runtime, self._pool.device)
         has_opened = partial(runtime.is_done, self._gate)
-        self._ends.append(partial(_close_copier, self._copier, has_opened))
+        self._ends.append(partial(_close_copier, self._copier, self._pool, has_opened))
 
     def _prove(self) -> None:
         """What stands before the peer's block 0 is what the peer, and nobody else, put there."""
@@ -229,11 +229,15 @@ def _undo(ends: list[Callable[[], None]]) -> None:
             end()
 
 
-def _close_copier(copier: CudaRunCopier, has_opened: Callable[[], bool]) -> None:
+def _close_copier(
+    copier: CudaRunCopier, pool: DevicePool, has_opened: Callable[[], bool]
+) -> None:
     """To free memory is to wait for all that the device was given. A stream that stands still for
-    the peer's kernels may do so for ever: then what the copier has goes with the process."""
+    the peer's kernels may do so for ever: then what there is goes with the process."""
     if has_opened():
         copier.close()
+    else:
+        pool.leave_memory()
 
 
 def _open_heads(peer: Incarnation, region: CudaIpcRegion, layout: KvLayout) -> PeerPool:

@@ -79,8 +79,9 @@ def test_a_peer_that_is_killed_before_its_kernels_end_ends_its_receives():
         assert isinstance(ended(token).error(), PeerTimeout)
         before = [decode.steering.calls(name) for name in WAITING]
         decode.engine.close()
-        assert [decode.steering.calls(name) for name in WAITING] == before
         assert (decode.received == UNTOUCHED).all()
+        decode.pool.close()
+        assert [decode.steering.calls(name) for name in WAITING] == before
 
 
 def test_blocks_are_not_written_before_this_workers_kernels_are_done_with_them():
