@@ -229,9 +229,7 @@ def _undo(ends: list[Callable[[], None]]) -> None:
             end()
 
 
-def _close_copier(
-    copier: CudaRunCopier, pool: DevicePool, has_opened: Callable[[], bool]
-) -> None:
+def _close_copier(copier: CudaRunCopier, pool: DevicePool, has_opened: Callable[[], bool]) -> None:
     """To free memory is to wait for all that the device was given. A stream that stands still for
     the peer's kernels may do so for ever: then what there is goes with the process."""
     if has_opened():

@@ -10,12 +10,12 @@ import ctypes
 import numpy as np
 
 from neuron_di.obs import get_logger
-from neuron_di_bindings.cuda_copy_kernel import ALIGNMENT, CopyKernel
+from neuron_di_bindings.cuda_copy_kernel import ALIGNMENT, CopyKernel, evened
 from neuron_di_bindings.cuda_runtime import CudaError, CudaRuntime, Pointers
 
 _log = get_logger(__name__)
 
-RUNS_MAX = 16_384  # of one launch
+RUNS_MAX = 16_384  # of one launch, before long ones are cut
 # Where the copy engines' time for a run is no longer small beside that for its bytes.
 LONG_RUN_BYTES = 32 << 20
 
@@ -36,7 +36,7 @@ class CudaRunCopier:
             _log.warning("no_copy_kernel", error=str(error))
 
     def _open(self, device: int) -> None:
-        runtime, num_bytes = self._runtime, 3 * 8 * RUNS_MAX
+        runtime, num_bytes = self._runtime, 2 * 3 * 8 * RUNS_MAX
         with contextlib.ExitStack() as undo:
             kernel = CopyKernel.load(runtime, device)
             undo.callback(kernel.unload)
@@ -71,10 +71,12 @@ class CudaRunCopier:
         self, destinations: Pointers, sources: Pointers, lengths: Pointers, stream: int
     ) -> bool:
         """Whether these are for the kernel. Then it is on its way."""
-        kernel, count = self._kernel, len(lengths)
-        num_bytes, longest = int(lengths.sum()), int(lengths.max())
-        if kernel is None or num_bytes >= count * LONG_RUN_BYTES:
+        kernel, num_bytes = self._kernel, int(lengths.sum())
+        if kernel is None or num_bytes >= len(lengths) * LONG_RUN_BYTES:
             return False
+        if not kernel.takes(len(lengths), int(lengths.max()), num_bytes):
+            destinations, sources, lengths = evened(destinations, sources, lengths)
+        count, longest = len(lengths), int(lengths.max())
         if not kernel.takes(count, longest, num_bytes):
             return False
         words = self._words[: 3 * count]

@@ -11,7 +11,9 @@ import ctypes
 from importlib.resources import files
 from typing import Self
 
-from neuron_di_bindings.cuda_runtime import CudaRuntime, check_driver
+import numpy as np
+
+from neuron_di_bindings.cuda_runtime import CudaRuntime, Pointers, check_driver
 
 ALIGNMENT = 16  # of addresses and lengths
 _NAME = "copy_runs"
@@ -19,6 +21,21 @@ _ITEM_BYTES = 4096  # as in the kernel: what a warp copies at a time
 _WARPS_PER_PROGRAM = 8
 _PROGRAMS_PER_MULTIPROCESSOR = 1  # has 95 % of what four have, and leaves room for a step's
 _ITEMS_MAX = 1 << 31
+
+
+def evened(
+    destinations: Pointers, sources: Pointers, lengths: Pointers
+) -> tuple[Pointers, Pointers, Pointers]:
+    """The same bytes in runs about as long as each other, at most twice as many: the kernel has as
+    much work with each as with the longest. So none is longer than the mean was, in whole items."""
+    size = -(-int(lengths.sum()) // (len(lengths) * _ITEM_BYTES)) * _ITEM_BYTES
+    counts = -(-lengths.astype(np.int64) // size)
+    firsts = np.cumsum(counts) - counts
+    numbers = np.arange(counts.sum()) - firsts.repeat(counts)
+    begins = (numbers * size).astype(np.uint64)
+    left = lengths.repeat(counts) - begins
+    pieces = np.minimum(left, np.uint64(size))
+    return destinations.repeat(counts) + begins, sources.repeat(counts) + begins, pieces
 
 
 class CopyKernel:

@@ -5,10 +5,11 @@ import subprocess
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from neuron_di_bindings import cuda_copy_kernel
-from neuron_di_bindings.cuda_copy_kernel import CopyKernel
+from neuron_di_bindings.cuda_copy_kernel import CopyKernel, evened
 
 SOURCE = files("neuron_di_bindings") / "copy_runs.ptx"
 KIB, MIB = 1 << 10, 1 << 20
@@ -52,3 +53,24 @@ def test_kernel_and_caller_agree_on_the_size_of_an_item():
 )
 def test_it_takes_runs_that_are_about_as_long_as_each_other(num_runs, longest, num_bytes, is_taken):
     assert CopyKernel.takes(num_runs, longest, num_bytes) is is_taken
+
+
+@pytest.mark.parametrize("kind", ["one_is_long", "fragments", "tiny", "odd"])
+def test_runs_of_any_lengths_are_cut_to_what_it_takes(kind):
+    rng = np.random.default_rng(3)
+    lengths = {
+        "one_is_long": np.array([64 * KIB] * 1000 + [1 << 31]),
+        "fragments": 64 * KIB * rng.geometric(0.3, 1000),
+        "tiny": np.array([1, 2, 3, 100 * KIB]),
+        "odd": rng.integers(1, MIB, 300),
+    }[kind].astype(np.uint64)
+    ends = np.cumsum(lengths)
+    sources, destinations = ends - lengths, ends[::-1].copy() + np.uint64(1 << 40)
+    to, from_, cut = evened(destinations, sources, lengths)
+    assert {row.dtype for row in (to, from_, cut)} == {np.dtype(np.uint64)}
+    assert len(lengths) <= len(cut) <= 2 * len(lengths)
+    assert CopyKernel.takes(len(cut), int(cut.max()), int(cut.sum()))
+    starts = np.flatnonzero(np.isin(from_, sources))  # the sources lie one behind the other
+    assert (from_[1:] == from_[:-1] + cut[:-1]).all()
+    assert np.add.reduceat(cut, starts).tolist() == lengths.tolist()
+    assert (to - from_ == (destinations - sources).repeat(np.diff([*starts, len(cut)]))).all()

@@ -17,6 +17,7 @@ from neuron_di.transfer import cuda_run_copier
 from neuron_di.transfer.cuda_ipc_engine import CudaIpcEngine
 from neuron_di.types import Incarnation
 from neuron_di.wire import Offer
+from neuron_di_bindings import cuda_copy_kernel
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
@@ -86,6 +87,18 @@ def test_long_runs_go_by_the_copy_engines(peer, decode, monkeypatch):
     with counted(decode) as found:
         check_scattered(decode)
     assert found == [0, 1, 0]
+
+
+def test_one_run_that_is_longer_than_all_others_is_cut(peer, decode, monkeypatch):
+    monkeypatch.setattr(cuda_copy_kernel, "_ITEM_BYTES", SMALL.block_bytes // 4)
+    source_ids, block_ids = list(range(16)), [6, 5, 4, 3, 2, 1, 0, *range(7, 16)]
+    decode.connect(peer.region)
+    with counted(decode) as found:
+        assert decode.move(source_ids, block_ids) is None
+    assert found == [1, 0, 1]
+    expected = np.full(NUM_SMALL, UNTOUCHED)
+    expected[block_ids] = np.array(source_ids) + 1
+    assert (decode.received == expected[:, None]).all()
 
 
 def test_more_runs_than_the_table_has_room_for_are_several_launches(peer, decode, monkeypatch):
