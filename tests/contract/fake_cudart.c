@@ -32,7 +32,7 @@
 #define NAMES 64
 
 enum { OK = 0, INVALID_VALUE = 1, NO_MEMORY = 2, UNINITIALIZED = 201, MAP_REFUSED = 205,
-       BAD_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700, REGISTERED = 712 };
+       BAD_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700, REGISTERED = 712, MISALIGNED = 716 };
 enum { KIND_NONE, KIND_HOST, KIND_DEVICE };
 enum { RANGE_LIVE, RANGE_FREED };
 
@@ -189,8 +189,11 @@ static void run(op *one) {
     } else if (one->what == COPY_RUNS) {
         if (delay_us) usleep(delay_us);
         char **table = one->to[0];
-        for (size_t i = 0, n = one->count; i < n && !sticky; i++)
-            move_bytes(table[i], table[n + i], (size_t)table[2 * n + i], 0);
+        for (size_t i = 0, n = one->count; i < n && !sticky; i++) {
+            size_t size = (size_t)table[2 * n + i], reach = (size_t)one->value * 4096;
+            if (((size_t)table[i] | (size_t)table[n + i] | size) % 16) sticky = MISALIGNED;
+            move_bytes(table[i], table[n + i], size < reach ? size : reach, 0);
+        }
     } else if (one->what == WAIT && one->words->completed < one->target) {
         waiting++;
         while (one->words->completed < one->target) usleep(50);
@@ -260,6 +263,7 @@ EXPORT const char *cudaGetErrorName(int error) {
     case NOT_READY: return "cudaErrorNotReady";
     case ILLEGAL_ADDRESS: return "cudaErrorIllegalAddress";
     case REGISTERED: return "cudaErrorHostMemoryAlreadyRegistered";
+    case MISALIGNED: return "cudaErrorMisalignedAddress";
     default: return "unrecognized error code";
     }
 }
@@ -403,7 +407,8 @@ static int cuLaunchKernel(void *what, unsigned gx, unsigned gy, unsigned gz, uns
     if (what != &function || !gx || gy * gz * by * bz != 1 || bx % 32 || shared || extra)
         return INVALID_VALUE;
     if (!num_runs || num_items != num_runs * num_parts) return INVALID_VALUE;
-    return post(self, (op){.what = COPY_RUNS, .to = copy_of(&table, 8), .count = num_runs});
+    return post(self, (op){.what = COPY_RUNS, .to = copy_of(&table, 8), .count = num_runs,
+                           .value = (int)num_parts});
 }
 #if CUDART_VERSION >= 12050
 EXPORT int cudaGetDriverEntryPointByVersion(const char *symbol, void **found, unsigned version,

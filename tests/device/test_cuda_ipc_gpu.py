@@ -91,6 +91,16 @@ def test_scattered_blocks_arrive_whole_and_no_other_changes(engine, pool, peer):
     assert values_of(pool) == expected
 
 
+def test_one_long_run_and_many_short_ones_arrive_whole(engine, pool, peer):
+    engine.connect(PEER, peer.region, LAYOUT)
+    source_ids = list(range(NUM_BLOCKS))
+    block_ids = [*range(31, -1, -1), *range(32, NUM_BLOCKS)]
+    assert move(engine, pool, source_ids, block_ids) is None
+    expected = np.zeros(NUM_BLOCKS, np.int64)
+    expected[block_ids] = (np.array(source_ids) + 1) % 256
+    assert values_of(pool) == expected.tolist()
+
+
 def test_bytes_are_those_that_the_last_recorded_kernels_wrote(engine, pool, peer):
     """The peer answers as soon as its kernels are launched: most are not done by then."""
     engine.connect(PEER, peer.region, LAYOUT)

@@ -89,8 +89,12 @@ def test_long_runs_go_by_the_copy_engines(peer, decode, monkeypatch):
     assert found == [0, 1, 0]
 
 
-def test_one_run_that_is_longer_than_all_others_is_cut(peer, decode, monkeypatch):
-    monkeypatch.setattr(cuda_copy_kernel, "_ITEM_BYTES", SMALL.block_bytes // 4)
+@pytest.mark.parametrize("item_bytes", [4096, SMALL.block_bytes // 4])
+def test_one_run_that_is_longer_than_all_others_is_copied_whole(
+    peer, decode, monkeypatch, item_bytes
+):
+    """Of small items it would be too many for each of the others: so it is cut."""
+    monkeypatch.setattr(cuda_copy_kernel, "_ITEM_BYTES", item_bytes)
     source_ids, block_ids = list(range(16)), [6, 5, 4, 3, 2, 1, 0, *range(7, 16)]
     decode.connect(peer.region)
     with counted(decode) as found:
