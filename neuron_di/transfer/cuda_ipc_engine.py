@@ -1,9 +1,9 @@
 """The transfer engine of two processes on one NVIDIA host: from GPU memory to GPU memory.
 
-The decode worker opens prefill's pool by its CUDA IPC handle and copies out of it, with the
-device's copy engines, in the order that interprocess events give. Neither processor touches a byte,
-and prefill's does nothing at all but `DevicePool.record`. Receives into host memory that was
-registered (KV of another layout) cross the bus, straight into it.
+The decode worker opens prefill's pool by its CUDA IPC handle and copies out of it, with its
+device's copy engines or a kernel, in the order that interprocess events give. Neither processor
+touches a byte, and prefill's does nothing at all but `DevicePool.record`. Receives into host memory
+that was registered (KV of another layout) cross the bus, straight into it.
 
 Run on one GPU so far (docs/cuda.md); tests/device does it again.
 
