@@ -96,6 +96,8 @@ def _became(progress: DrainProgress) -> str:
     parts += [f"{number} failed ({code})" for code, number in sorted(progress.failed.items())]
     if not progress.failed:
         parts.append("none failed")
+    if progress.num_preempted:
+        parts.append(f"{progress.num_preempted} gave way to others, to go on elsewhere")
     if progress.num_left:
         parts.append(f"{progress.num_left} were given up by their clients")
     if progress.state == "cut":

@@ -86,6 +86,7 @@ class DrainProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     left_s: float = 0.0  # until what still runs is cut
     num_finished: int = 0  # since the drain began
     num_left: int = 0  # whose client, or proxy, went away
+    num_preempted: int = 0  # that gave way to others, and go on elsewhere
     failed: dict[str, int] = {}  # by the error's code
     num_cut: int = 0
     is_withdrawn: bool = False  # from the registry; said once, at the end

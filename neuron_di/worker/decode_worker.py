@@ -100,7 +100,7 @@ class DecodeWorker:
             token.complete(KvMissing("the leg ended before its transfer"))
             return
         ready = incoming.ready
-        # The request holds blocks for its whole answer; the prompt's KV fills the first ones.
+        # The request holds blocks for a part of its answer, too; the prompt's KV fills the first.
         destination = block_ids[: self._layout.num_blocks_for(ready.num_tokens)]
         reach("transferring")
         try:

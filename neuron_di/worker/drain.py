@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from neuron_di.clock import Deadline
 from neuron_di.wire.admin import DrainProgress
@@ -25,7 +26,7 @@ class Drain:
         self._worker = worker
         self._deadline = Deadline.after(timeout_s)
         tally = worker.legs.tally
-        self._before = (tally.num_finished, tally.num_left, Counter(tally.failed))
+        self._before = replace(tally, failed=Counter(tally.failed))
         self._followers = 0
         self._last: DrainProgress | None = None
         self.num_cut = 0
@@ -100,7 +101,7 @@ class Drain:
     def _now(self, state: str, *, is_withdrawn: bool = False, num_cut: int = 0) -> DrainProgress:
         worker = self._worker
         status, tally = worker.status(), worker.legs.tally
-        num_finished, num_left, failed = self._before
+        before = self._before
         is_decode = worker.decode is not None
         num_moving = status.num_transferring
         return DrainProgress(
@@ -111,9 +112,10 @@ class Drain:
             num_quarantined=status.num_blocks_quarantined,
             lease_ends_s=worker.lease_left_s(),
             left_s=self._deadline.remaining_s(),
-            num_finished=tally.num_finished - num_finished,
-            num_left=tally.num_left - num_left,
-            failed=dict(tally.failed - failed),
+            num_finished=tally.num_finished - before.num_finished,
+            num_left=tally.num_left - before.num_left,
+            num_preempted=tally.num_preempted - before.num_preempted,
+            failed=dict(tally.failed - before.failed),
             num_cut=num_cut,
             is_withdrawn=is_withdrawn,
         )
@@ -128,5 +130,6 @@ def _counts(progress: DrainProgress) -> tuple[object, ...]:
         progress.num_quarantined,
         progress.num_finished,
         progress.num_left,
+        progress.num_preempted,
         progress.failed,
     )

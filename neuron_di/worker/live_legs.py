@@ -19,6 +19,7 @@ from neuron_di.errors import (
     ClientError,
     DeadlinePassed,
     NeuronDiError,
+    Preempted,
     StaleAttempt,
 )
 from neuron_di.types import RequestId
@@ -42,6 +43,7 @@ class LegTally:
 
     num_finished: int = 0
     num_left: int = 0  # whoever had asked went away
+    num_preempted: int = 0  # nothing failed: they go on, here or elsewhere
     failed: Counter[str] = field(default_factory=Counter)  # by the error's code
 
     @contextmanager
@@ -54,6 +56,9 @@ class LegTally:
             raise
         except ClientError:
             self.num_finished += 1
+            raise
+        except Preempted:
+            self.num_preempted += 1
             raise
         except Exception as error:
             self.failed[error.code if isinstance(error, NeuronDiError) else "internal_error"] += 1

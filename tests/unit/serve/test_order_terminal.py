@@ -47,3 +47,15 @@ def test_a_time_to_finish_is_a_length_of_time(
 ) -> None:
     assert main([*order, "--timeout-s", text]) == 2
     assert f"--timeout-s: invalid seconds value: {text!r}" in capsys.readouterr().err
+
+
+def test_those_that_gave_way_are_told_apart_from_those_that_failed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = DrainProgress(state="drained", num_finished=2, num_preempted=3, is_withdrawn=True)
+    lines = [AdminLine(phase="done", is_clean=True, progress=progress)]
+    assert show_order("w", lines) == 0
+    assert capsys.readouterr().out == (
+        "✓ w has ended: 2 requests finished, none failed, 3 gave way to others, "
+        "to go on elsewhere\n"
+    )

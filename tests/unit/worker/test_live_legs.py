@@ -12,6 +12,7 @@ from neuron_di.errors import (
     CapacityError,
     DeadlinePassed,
     KvMissing,
+    Preempted,
     StaleAttempt,
 )
 from neuron_di.types import RequestId
@@ -179,3 +180,14 @@ async def test_an_earlier_attempt_that_waits_for_prefill_is_ended(prefill, decod
     new.cancel()
     await asyncio.gather(new, return_exceptions=True)
     await until(lambda: table == {})
+
+
+async def test_one_that_gave_way_to_others_has_not_failed():
+    """It goes on, here or elsewhere: a drain during which that happens is a clean one."""
+    legs = LiveLegs(8, 16)
+    with pytest.raises(Preempted), legs.open((R, 0), LONG_S):
+        raise Preempted("older requests needed its blocks")
+    with pytest.raises(KvMissing), legs.open((R, 1), LONG_S):
+        raise KvMissing("gone")
+    assert (legs.tally.num_preempted, legs.tally.num_finished) == (1, 0)
+    assert legs.tally.failed == {"kv_missing": 1}
