@@ -4,7 +4,8 @@ A request starts with blocks for what is known and for `reserve_tokens` of its a
 many again when these are full. Where none are left, the request that was started last is
 *preempted*: it ends on this worker, and another attempt computes its KV anew, from the ids that
 its client has. The one that was started first never is, and alone it fits into the pool: so
-somebody always comes to an end. Nobody is started unless all who run could grow once more.
+somebody always comes to an end. It may stand still while transfers hold what it needs, and these
+have deadlines. Nobody is started unless all who run could grow once more.
 """
 
 from collections.abc import Iterable, Sequence

@@ -69,9 +69,9 @@ def draw_options(rng: random.Random) -> ClusterOptions:
     drawn = replace(drawn, hand_over=hand_over, has_arena=has_arena)
     reserve_tokens = aside.choice((1, 1, 4, 128))
     engine = replace(engine, reserve_tokens=reserve_tokens)
-    if reserve_tokens == 1:  # then most answers outgrow what they began with
-        engine = replace(engine, decode_batch=16)
-        drawn = replace(drawn, num_blocks=fewest, step_s=0.05)
+    if reserve_tokens == 1:  # then most answers outgrow what they began with, again and again
+        engine = replace(engine, block_size=1, decode_batch=16)
+        drawn = replace(drawn, num_blocks=CONTEXT_TOKENS, decode_block_size=None, step_s=0.05)
     return replace(drawn, engine=engine)
 
 

@@ -23,6 +23,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     route: Route
     emitted: tuple[int, ...]
     deadline: Deadline  # of the request, all attempts together
+    has_given_way: bool = False  # an earlier one was preempted
     begun_with: int | None = None  # context_tokens of the attempt that this one continues
     num_tokens: int = 0  # that this attempt gave
     is_parked: bool = False  # prefill did its part
@@ -38,10 +39,15 @@ class Attempt(msgspec.Struct, kw_only=True):
     @property
     def wants_room(self) -> bool:
         """Whether a worker refused it before anything came of it, or let it give way to others:
-        for want of room, which is nobody's fault."""
+        for want of room, which is nobody's fault. To give way once is to wait for room: whatever
+        refuses it after that is of the same kind, though prefill has given a token by then."""
         if self.refused_by is None:
             return False
-        return not self.num_tokens or self.code == Preempted.code
+        return not self.num_tokens or self.gave_way or self.has_given_way
+
+    @property
+    def gave_way(self) -> bool:
+        return self.code == Preempted.code
 
     @property
     def first_index(self) -> int:

@@ -21,7 +21,6 @@ from neuron_di.errors import (
     NeuronDiError,
     PeerGone,
     PeerRefused,
-    Preempted,
     WorkerFailed,
 )
 from neuron_di.obs import LimitedLogger, get_logger
@@ -149,6 +148,7 @@ class RequestRunner:
                 route=await self._find_route(request, record, began, deadline),
                 emitted=tuple(record.emitted) if tried else (),
                 deadline=deadline,
+                has_given_way=_has_given_way(record),
                 begun_with=began.context_tokens() if began is not None else None,
             )
             tried.append(attempt)
@@ -160,7 +160,7 @@ class RequestRunner:
                 self._learn(attempt, error)
                 if attempt.code == WorkerFailed.code:
                     failed_step = attempt.blamed
-                room = self._room_after(attempt, room)
+                room = self._room_after(attempt, room, deadline)
                 if not await self._may_go_on(record, error, deadline, room):
                     raise
             else:
@@ -204,15 +204,22 @@ class RequestRunner:
             try:
                 return self._router.pick(record.model, avoid, digest, context_tokens, request)
             except CapacityError:
-                queue = queue or Deadline.after(self._limits.queue_timeout_s)
+                queue = queue or self._queue_deadline(record, deadline)
                 if queue.has_passed():
                     raise
             except ModelNotFound:
-                queue = queue or Deadline.after(self._limits.queue_timeout_s)
+                queue = queue or self._queue_deadline(record, deadline)
                 if not record.attempts or queue.has_passed():
                     raise
             wait_s = min(ROUTE_POLL_S, queue.remaining_s(), deadline.remaining_s())
             await self._wait_for_workers(record, max(wait_s, 1e-3))
+
+    def _queue_deadline(self, record: RequestRecord, deadline: Deadline) -> Deadline:
+        """Who gave way to others would have its whole answer otherwise. So it waits as long as it
+        may: the worker drains, say, and takes nobody before it has started again."""
+        if _has_given_way(record):
+            return deadline
+        return Deadline.after(self._limits.queue_timeout_s)
 
     async def _wait_for_workers(self, record: RequestRecord, timeout_s: float) -> None:
         """One may join or recover. Who waits for that is no request that runs."""
@@ -230,7 +237,7 @@ class RequestRunner:
             return
         if attempt.wants_room:  # one that waits for it asks again and again
             worker_id = attempt.refused_by.worker_id if attempt.refused_by else None
-            event = "attempt_preempted" if attempt.code == Preempted.code else "attempt_refused"
+            event = "attempt_preempted" if attempt.gave_way else "attempt_refused"
             _limited.info(event, request=attempt.request_id, worker=worker_id)
             return
         _log.warning(
@@ -257,13 +264,15 @@ class RequestRunner:
             error = WorkerFailed(f"worker {failed_step.worker_id} failed a step")
             self._health.blame(failed_step, error)
 
-    def _room_after(self, attempt: Attempt, room: Deadline | None) -> Deadline | None:
+    def _room_after(
+        self, attempt: Attempt, room: Deadline | None, deadline: Deadline
+    ) -> Deadline | None:
         """By when a worker must have room, where this attempt ended for want of it."""
         if not attempt.wants_room:
             return None
-        if room is None or attempt.num_tokens:  # it got on: it begins to wait now
-            return Deadline.after(self._limits.queue_timeout_s)
-        return room
+        if attempt.gave_way or attempt.has_given_way:
+            return deadline
+        return room or Deadline.after(self._limits.queue_timeout_s)
 
     async def _is_lost(self, attempt: Attempt) -> bool:
         """Whether the attempt ended because its worker did. It had perhaps hundreds of them, and
@@ -294,8 +303,8 @@ class RequestRunner:
         is_continuation = bool(record.emitted)
         num_max = self._limits.continuations_max if is_continuation else self._limits.retries_max
         if room is not None:
-            gave_way = failed.code == Preempted.code  # nothing failed that had a limit
-            may_wait = gave_way or (num_max > 0 and not room.has_passed())
+            # Where it gave way nothing failed that had a limit.
+            may_wait = _has_given_way(record) or (num_max > 0 and not room.has_passed())
             return may_wait and len(record.attempts) < ATTEMPTS_MAX
         further = [each for each in record.attempts if not each.wants_room][1:]
         if sum(bool(each.emitted) == is_continuation for each in further) >= num_max:
@@ -306,3 +315,7 @@ class RequestRunner:
         wait_s = min(BACKOFF_S_MAX, BACKOFF_S * BACKOFF_GROWTH ** (len(record.attempts) - 1))
         wait_s *= 1 + BACKOFF_JITTER * self._rng.uniform(-1, 1)
         await asyncio.sleep(min(wait_s, deadline.remaining_s()))
+
+
+def _has_given_way(record: RequestRecord) -> bool:
+    return any(each.gave_way for each in record.attempts) if record.attempts else False

@@ -1,7 +1,20 @@
 """Requests that a worker let go for older ones: nothing failed, so nothing is spent."""
 
+import asyncio
+
 import pytest
-from virtual_cluster import fail_with, failed, one_by_one, play, two_by_two, virtual
+from virtual_cluster import (
+    TOKEN_S,
+    fail_with,
+    failed,
+    once,
+    one_by_one,
+    play,
+    two_by_two,
+    virtual,
+)
+
+from neuron_di.clock import now_s
 
 GAVE_WAY = failed("preempted", 503)
 
@@ -35,12 +48,38 @@ async def refuse(_):
     yield failed("over_capacity", 503)
 
 
+@pytest.mark.parametrize("is_behind_a_token", [False, True])
 @virtual
-async def test_one_that_finds_no_room_any_more_ends_with_what_it_has():
-    """It may wait as long as any request may wait for a worker, and no longer."""
+async def test_refusals_after_that_cost_nothing_either(is_behind_a_token):
+    refused = fail_with(failed("over_capacity", 503)) if is_behind_a_token else refuse
+    scripts = [fail_with(GAVE_WAY, after=1), refused, refused, refused, play]
+    async with one_by_one(continuations_max=1, retries_max=1) as cluster:
+        cluster.workers["d1"].script = lambda leg: scripts.pop(0)(leg)
+        asked = await cluster.ask()
+        assert asked.is_complete
+        assert len(asked.record.attempts) == 5
+        assert cluster.runner.budget.left == 100
+
+
+@virtual
+async def test_it_waits_for_a_worker_that_drains_and_starts_again():
     async with one_by_one(queue_timeout_s=5.0) as cluster:
+        decode = cluster.workers["d1"]
+        decode.script = once(fail_with(GAVE_WAY, after=2))
+        asking = asyncio.create_task(cluster.ask())
+        await asyncio.sleep(2.5 * TOKEN_S)
+        cluster.directory.records = [cluster.workers["p1"].record]
+        await asyncio.sleep(60.0)
+        cluster.relist()
+        assert (await asking).is_complete
+
+
+@virtual
+async def test_one_that_finds_no_room_any_more_ends_at_its_deadline():
+    async with one_by_one(queue_timeout_s=5.0, request_timeout_s=40.0) as cluster:
         scripts = [fail_with(GAVE_WAY, after=2)]
         cluster.workers["d1"].script = lambda leg: (scripts.pop() if scripts else refuse)(leg)
         asked = await cluster.ask()
-        assert asked.error.failed.code == "over_capacity"
+        assert asked.error is not None
         assert len(asked.record.emitted) == 3
+        assert now_s() == pytest.approx(40.0, abs=2.0)
