@@ -18,7 +18,12 @@ import numpy.typing as npt
 from neuron_di.errors import BadRequest, NeuronDiError, RemoteProtocolError
 from neuron_di.obs import get_logger
 from neuron_di.request.free_text import Marker, StartTag
-from neuron_di.request.schema_refusal import check_schema, refusal_of
+from neuron_di.request.schema_refusal import (
+    check_expression,
+    check_schema,
+    expression_refusal_of,
+    refusal_of,
+)
 from neuron_di.request.vocabulary import MaskedRow, Vocabulary
 from neuron_di.wire import Grammar
 
@@ -221,7 +226,9 @@ class GrammarCompiler:
         """A fresh state. Blocks. BadRequest names what of a schema is not supported."""
         free_text = None
         if grammar.reasoning is not None:
-            free_text = self._free_text(*grammar.reasoning, may_trail=grammar.kind != "choice")
+            free_text = self._free_text(
+                *grammar.reasoning, may_trail=grammar.kind.startswith("json")
+            )
         key = (grammar.kind, grammar.value)
         known = self._compiled.get(key)
         if known is not None and known.is_spent:
@@ -264,17 +271,21 @@ class GrammarCompiler:
             max_lexer_states=_STATES_MAX,
             verbose_errors=False,
         )
+        refusal = refusal_of
         if grammar.kind == "choice":
             source = LLMatcher.grammar_from_lark(_choice_rule(grammar.value, grammar.param))
+        elif grammar.kind == "regex":
+            check_expression(grammar.value, param=grammar.param)
+            source, refusal = LLMatcher.grammar_from_regex(grammar.value), expression_refusal_of
         else:
             schema = '{"type":"object"}' if grammar.kind == "json_object" else grammar.value
             source = _json_grammar(schema, grammar.param)
         matcher = LLMatcher(self._vocabulary.for_grammars, source, log_level=0, limits=limits)
         if matcher.is_error():
-            raise BadRequest(refusal_of(matcher.get_error()), param=grammar.param)
+            raise BadRequest(refusal(matcher.get_error()), param=grammar.param)
         matcher.compute_bitmask()  # a schema that refers to nothing but itself shows now
         if matcher.is_error():
-            raise BadRequest(refusal_of("Unsatisfiable schema"), param=grammar.param)
+            raise BadRequest(refusal("Unsatisfiable schema"), param=grammar.param)
         return matcher
 
 

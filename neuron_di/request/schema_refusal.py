@@ -46,6 +46,7 @@ _REASONS = (
 )
 EXPRESSIONS_MAX = 64
 INTERSECTED_MAX = 8  # where some of them may have to hold together
+EXPRESSION_CHARS_MAX = 4096  # the library takes seconds for some that are ten times as long
 REPEATS_MAX = 20_000  # of one expression: the product of counts that stand in each other
 PROPERTIES_MAX = 2000  # in all: the work grows with their square
 
@@ -82,6 +83,25 @@ def refusal_of(message: str) -> str:
     return f"the schema cannot be followed: {_OTHER}"
 
 
+def check_expression(expression: str, *, param: str) -> None:
+    """Refuse a regular expression that would keep the library at work."""
+    if len(expression) > EXPRESSION_CHARS_MAX:
+        raise BadRequest(
+            f"the expression is longer than {EXPRESSION_CHARS_MAX} characters", param=param
+        )
+    if _nested_repeats(expression) > REPEATS_MAX:
+        raise BadRequest(
+            f"the expression repeats something more than {REPEATS_MAX} times", param=param
+        )
+
+
+def expression_refusal_of(message: str) -> str:
+    """What a client is told when the library refused its expression with this message."""
+    if "lookarounds not supported" in message or "look-around" in message:
+        return "the expression uses look-around or the borders of words, which are not supported"
+    return "the expression is not a regular expression that is supported, or is too complex"
+
+
 def check_schema(schema: dict[str, Any], *, param: str) -> None:
     """Refuse what the library takes but does not keep, or for long. `schema` is decoded JSON.
 
@@ -106,8 +126,8 @@ def check_schema(schema: dict[str, Any], *, param: str) -> None:
             by_pattern = part.get("patternProperties")
             if isinstance(by_pattern, dict):
                 num_expressions += len(by_pattern)
-                _check_repeats(by_pattern, param)
-            _check_repeats([part.get("pattern")], param)
+                _check_expressions(by_pattern, param)
+            _check_expressions([part.get("pattern")], param)
             properties = part.get("properties")
             num_properties += len(properties) if isinstance(properties, dict) else 0
             intersects = intersects or _intersects(part)
@@ -149,9 +169,13 @@ def _check_numbers(part: dict[str, Any], param: str) -> None:
             _refuse(f"its `{keyword}` is beyond 2**53 and would be rounded", param)
 
 
-def _check_repeats(expressions: Iterable[Any], param: str) -> None:
+def _check_expressions(expressions: Iterable[Any], param: str) -> None:
     for expression in expressions:
-        if isinstance(expression, str) and _nested_repeats(expression) > REPEATS_MAX:
+        if not isinstance(expression, str):
+            continue
+        if len(expression) > EXPRESSION_CHARS_MAX:
+            _refuse(f"a `pattern` is longer than {EXPRESSION_CHARS_MAX} characters", param)
+        if _nested_repeats(expression) > REPEATS_MAX:
             _refuse(f"a `pattern` repeats something more than {REPEATS_MAX} times", param)
 
 

@@ -34,13 +34,15 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the text of an answer must be. Its state is a function of the answer's token ids.
 
     json_object: any JSON object; json_schema: JSON that `value`, a JSON Schema, allows; choice:
-    one of the strings in `value`, a JSON array. `reasoning`, a start and an end tag: the model may
-    reason first, which is free text. It does where the prompt ends inside of that, or the answer
-    begins with the start tag; the grammar then begins behind the end tag. None: with token 0.
+    one of the strings in `value`, a JSON array; regex: all of it matches the expression `value`,
+    in the syntax of Rust's crate regex, without look-around. `reasoning`, a start and an end tag:
+    the model may reason first, which is free text. It does where the prompt ends inside of that, or
+    the answer begins with the start tag; the grammar then begins behind the end tag. None: with
+    token 0.
     `param` is the field of the client's request that asks for it: errors name it.
     """
 
-    kind: Literal["json_object", "json_schema", "choice"]
+    kind: Literal["json_object", "json_schema", "choice", "regex"]
     value: str = ""
     reasoning: tuple[str, str] | None = None
     param: Literal["response_format", "structured_outputs", "tools"] = "response_format"

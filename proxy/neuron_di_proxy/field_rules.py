@@ -269,10 +269,13 @@ def _schema_grammar(schema: bytes, param: str) -> Grammar:
 
 def _structured_grammar(wanted: StructuredOutputs) -> Grammar:
     schema = given(wanted.json)
-    num_given = sum((schema is not None, bool(wanted.json_object), wanted.choice is not None))
+    others = wanted.choice, wanted.regex
+    num_given = sum(
+        (schema is not None, bool(wanted.json_object), *(o is not None for o in others))
+    )
     if num_given != 1:
         raise BadRequest(
-            "`structured_outputs` must have exactly one of json, json_object and choice",
+            "`structured_outputs` must have exactly one of json, json_object, choice and regex",
             param="structured_outputs",
         )
     if schema is not None:
@@ -287,4 +290,6 @@ def _structured_grammar(wanted: StructuredOutputs) -> Grammar:
                 param="structured_outputs.choice",
             )
         return Grammar(kind="choice", value=msgspec.json.encode(wanted.choice).decode())
+    if wanted.regex is not None:
+        return Grammar(kind="regex", value=wanted.regex)
     return Grammar(kind="json_object")

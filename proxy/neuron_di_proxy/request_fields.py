@@ -71,12 +71,12 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_sch
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """vLLM's way to say it. Exactly one of `json`, `json_object` and `choice`."""
+    """vLLM's way to say it. Exactly one of `json`, `json_object`, `choice` and `regex`."""
 
     json: msgspec.Raw = _raw()  # a schema, or a string that holds one
     json_object: bool | None = None
     choice: list[str] | None = None
-    regex: Unsupported = None
+    regex: Annotated[str, Meta(min_length=1)] | None = None  # all of the answer matches it
     grammar: Unsupported = None
     structural_tag: Unsupported = None
     disable_any_whitespace: Literal[False] | None = None

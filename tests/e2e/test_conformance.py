@@ -41,7 +41,7 @@ REFUSED = {
     "beam-search", "cache-salt", "chat-documents", "chat-echo", "chat-functions", "chat-image",
     "chat-role",
     "chat-modalities-audio", "chat-prediction", "chat-reasoning-effort", "chat-template",
-    "chat-template-kwargs", "chat-verbosity", "chat-web-search", "prompt-embeds", "regex",
+    "chat-template-kwargs", "chat-verbosity", "chat-web-search", "prompt-embeds",
     "request-id-field", "stream-interval", "suffix", "thinking-budget", "tools-auto", "vllm-xargs",
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The cases of /v1/chat/completions."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ _SCHEMA = {
     "required": ["name", "kind", "age"],
     "additionalProperties": False,
 }
+_EXPRESSION = "[0-9]{3}-[a-c]{2,4}"
 _UNICODE = "naïve 東京 \U0001f469\u200d\U0001f680 e\u0301"  # of two to four bytes, and joined
 
 
@@ -43,6 +45,10 @@ def _tool(name: str) -> dict[str, Any]:
 
 _TOOLS = [_tool("get_weather"), _tool("get_tides")]
 _NAMED = {"type": "function", "function": {"name": "get_tides"}}
+
+
+def _fits_expression(text: str) -> bool:
+    return re.fullmatch(_EXPRESSION, text) is not None
 
 
 def _fits_schema(document: Any) -> bool:
@@ -152,6 +158,9 @@ CHAT_CASES: tuple[Case, ...] = (
     completion("structured-choice", "vLLM's word for an enum", max_tokens=32,
                structured_outputs={"choice": ["yes", "no", "それ"]},
                checks=(text_is(("yes", "no", "それ").__contains__, "is none of the choices"),)),
+    completion("structured-regex", "text that an expression allows", max_tokens=32,
+               structured_outputs={"regex": _EXPRESSION},
+               checks=(text_is(_fits_expression, "does not match"),)),
     completion("structured-json", "vLLM's word for a schema", max_tokens=200,
                structured_outputs={"json": _SCHEMA}, checks=(is_json(_fits_schema),)),
     # Tools.

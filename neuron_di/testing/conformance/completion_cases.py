@@ -183,5 +183,4 @@ COMPLETION_CASES: tuple[Case, ...] = (
     completion("stream-interval", "several tokens per chunk", stream_interval=2),
     completion("thinking-budget", "reasoning that is bounded", thinking_token_budget=8),
     completion("beam-search", "several hypotheses", use_beam_search=True, n=2, modes=("whole",)),
-    completion("regex", "text that a pattern allows", structured_outputs={"regex": "[0-9]+"}),
 )  # fmt: skip

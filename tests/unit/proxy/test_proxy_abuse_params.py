@@ -309,7 +309,11 @@ def test_b20_values_that_would_change_an_answer_are_refused(read, name, value):
 
 @BOTH
 def test_b20_formats_that_run_a_foreign_engine(read):
-    for wanted in ({"regex": "(a+)+$"}, {"grammar": "root ::= root"}, {"structural_tag": "{}"}):
+    for wanted in (
+        {"whitespace_pattern": "(a+)+$"},
+        {"grammar": "root ::= root"},
+        {"structural_tag": "{}"},
+    ):
         with pytest.raises(BadRequest) as error:
             read(structured_outputs=wanted)
         assert error.value.param == f"structured_outputs.{next(iter(wanted))}"

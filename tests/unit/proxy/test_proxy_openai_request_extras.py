@@ -188,6 +188,7 @@ def test_formats_become_grammars(read):
         ({"json": json.dumps(SCHEMA)}, Grammar(kind="json_schema", value=json.dumps(SCHEMA))),
         ({"json_object": True}, Grammar(kind="json_object")),
         ({"choice": ["yes", "no"]}, Grammar(kind="choice", value='["yes","no"]')),
+        ({"regex": "a+/b"}, Grammar(kind="regex", value="a+/b")),
     ],
 )
 def test_vllms_structured_outputs_become_grammars(read, wanted, grammar):
@@ -202,7 +203,9 @@ def test_vllms_structured_outputs_become_grammars(read, wanted, grammar):
         ({}, ""),
         ({"json_object": False}, ""),
         ({"json_object": True, "choice": ["a"]}, ""),
-        ({"regex": "a+"}, ".regex"),
+        ({"regex": ""}, ".regex"),
+        ({"regex": ["a"]}, ".regex"),
+        ({"regex": "a", "choice": ["a"]}, ""),
         ({"grammar": "x"}, ".grammar"),
         ({"structural_tag": "x"}, ".structural_tag"),
         ({"whitespace_pattern": "x"}, ".whitespace_pattern"),

@@ -152,7 +152,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("Completion", {"truncate_prompt_tokens": -2}),
     ("Completion", {"suffix": "x"}),
     ("Completion", {"use_beam_search": True}),
-    ("Completion", {"structured_outputs": {"regex": "a"}}),
+    ("Completion", {"structured_outputs": {"regex": ""}}),
     ("ChatCompletion", {"messages": []}),
     ("ChatCompletion", {"messages": "hi"}),
     ("ChatCompletion", {"max_completion_tokens": 0}),

@@ -82,6 +82,8 @@ def test_grammar_bombs_are_refused_before_they_are_compiled(kit):
     ):
         with pytest.raises(BadRequest, match="`pattern` repeats"):
             kit.schema(schema)
+    with pytest.raises(BadRequest, match="`pattern` is longer"):
+        kit.schema({"type": "string", "pattern": "(a*)*" * 900})
     many = {f"p{i}": {} for i in range(PROPERTIES_MAX // 2 + 1)}
     nested = {"properties": {"a": {"properties": many}, "b": {"properties": many}}}
     with pytest.raises(BadRequest, match="more than 2000 `properties`"):
