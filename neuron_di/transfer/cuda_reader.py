@@ -42,6 +42,8 @@ from neuron_di_bindings.cuda_runtime import CudaError
 
 # How long to wait before looking whether the gate has opened: twice as long each time.
 _POLL_S_MIN, _POLL_S_MAX = 20e-6, 1e-3
+# From GPU to GPU over the slowest bus that takes 40 ms of a core; within a GPU half of one.
+_SOON_BYTES_MAX = 1 << 30
 
 
 class CudaReader:
@@ -185,7 +187,8 @@ class CudaReader:
                 self._copier.copy(destinations, sources, lengths, stream)
             else:
                 runtime.copy_runs(destinations, sources, lengths, stream, is_batched=is_batched)
-            done = self._done_soon if is_own else self._done  # the bus is slow
+            is_soon = is_own and runs.num_bytes <= _SOON_BYTES_MAX
+            done = self._done_soon if is_soon else self._done
             runtime.record(done, stream)
             runtime.synchronize_event(done)
         except CudaError as error:
