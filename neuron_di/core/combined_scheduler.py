@@ -71,7 +71,8 @@ class CombinedScheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next chunk of a prompt if one runs or may start, else a token for everyone."""
-        if not self._is_prefilling() and len(self._running) < self._batch_size:
+        has_place = not self._is_prefilling() and len(self._running) < self._batch_size
+        if has_place and self._waiting:
             request = self._waiting.pop_startable(self._growth.num_kept(self._running))
             if request is not None:
                 request.status = RequestStatus.RUNNING

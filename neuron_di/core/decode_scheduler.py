@@ -171,7 +171,7 @@ class DecodeScheduler:
             self._running.append(request)
 
     def _admit_waiting(self) -> None:
-        while len(self._transferring) + len(self._running) < self._batch_size:
+        while self._waiting and len(self._transferring) + len(self._running) < self._batch_size:
             started = (*self._transferring, *self._running)
             request = self._waiting.pop_startable(self._growth.num_kept(started))
             if request is None:

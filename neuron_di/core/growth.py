@@ -40,8 +40,10 @@ class Growth:
             last -= 1
             num_free += len(running[last].block_ids)
             num_short -= self._is_full(running[last])
-        error = Preempted("older requests needed this one's KV blocks")
-        return [(request, error) for request in running[last:]]
+        return [
+            (request, Preempted("older requests needed this one's KV blocks"))
+            for request in running[last:]
+        ]
 
     def grow(self, running: Sequence[Request]) -> list[Request]:
         """Give blocks to those whose own are full. Returns who can compute a token: all, unless

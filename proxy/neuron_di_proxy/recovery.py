@@ -16,13 +16,7 @@ from msgspec import structs
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
-from neuron_di.errors import (
-    CapacityError,
-    NeuronDiError,
-    PeerGone,
-    PeerRefused,
-    WorkerFailed,
-)
+from neuron_di.errors import CapacityError, NeuronDiError, PeerGone, PeerRefused, WorkerFailed
 from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.wire import Finished, Token, WorkerRecord
 from neuron_di_proxy.attempt import Attempt

@@ -81,6 +81,14 @@ def test_who_needs_nothing_gives_way_too_if_it_is_the_youngest(pool, growth):
     assert [request for request, _ in growth.failures(requests)] == requests[3:]
 
 
+def test_each_has_an_error_of_its_own(pool, growth):
+    """One that is raised for several would collect the traces of all."""
+    requests = [started(pool, growth, name, num_computed=12) for name in "abcd"]
+    requests[3].block_ids = []
+    errors = [error for _, error in growth.failures(requests)]
+    assert len({id(error) for error in errors}) == len(errors) == 2
+
+
 def test_the_last_one_left_waits_for_what_comes_free_by_itself(pool, growth):
     request = started(pool, growth, "a", num_computed=12)
     held = pool.allocate(pool.num_free)  # by a transfer, say
