@@ -878,41 +878,61 @@ static bool are_whole_frames(Reader reader)
     return true;
 }
 
-/* Relays a frame, and gives what lanes did not take to the protocol. Runs Python. */
-static int reader_hear(LinkReader *self, const unsigned char *payload, size_t size, PyObject *now)
+/* Relays all frames. Returns a list of what their lanes did not take, frame by frame; None: they took
+ * all. May run Python. */
+static PyObject *reader_relay(LinkReader *self, Reader reader, PyObject *now)
 {
-    PyObject *relayed = relay_payload(payload, size, self->lanes, now), *done = NULL;
-    if (relayed == NULL)
-        return -1;
-    PyObject *others = PyTuple_GET_ITEM(relayed, 0), *rest = PyTuple_GET_ITEM(relayed, 1);
-    PyObject *failures = PyTuple_GET_ITEM(relayed, 2);
-    if (PyList_GET_SIZE(others) == 0 && rest == Py_None && PyList_GET_SIZE(failures) == 0)
-        done = Py_NewRef(Py_None);
-    else
-        done = PyObject_CallMethodObjArgs((PyObject *)self, name_hear_told, others, rest,
-                                          failures, NULL);
-    Py_DECREF(relayed);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    PyObject *left = Py_NewRef(Py_None);
+    uint64_t length;
+    for (; reader.at < reader.end && read_length(&reader, &length); reader.at += length) {
+        PyObject *relayed = relay_payload(reader.at, length, self->lanes, now);
+        if (relayed == NULL)
+            goto failed;
+        bool is_all = PyList_GET_SIZE(PyTuple_GET_ITEM(relayed, 0)) == 0 &&
+                      PyTuple_GET_ITEM(relayed, 1) == Py_None &&
+                      PyList_GET_SIZE(PyTuple_GET_ITEM(relayed, 2)) == 0;
+        if (!is_all && left == Py_None)
+            Py_SETREF(left, PyList_New(0));
+        int rc = left == NULL ? -1 : is_all ? 0 : PyList_Append(left, relayed);
+        Py_DECREF(relayed);
+        if (rc < 0)
+            goto failed;
+    }
+    return left;
+failed:
+    Py_XDECREF(left);
+    return NULL;
 }
 
-/* Hears one frame after the other. Runs Python. */
+/* Hears one frame after the other. What is more than tokens takes longer than they do, so no token
+ * waits for it: their lanes see to it that nothing overtakes within a leg. Runs Python. */
 static PyObject *reader_hear_all(LinkReader *self, Reader reader)
 {
     PyObject *now = PyObject_CallNoArgs(self->now_s);
     if (now == NULL)
         return NULL;
-    int rc = PyFloat_Check(now) ? 0 : -1;
-    if (rc < 0)
+    if (!PyFloat_Check(now)) {
         PyErr_SetString(PyExc_TypeError, "now_s must return a float");
-    uint64_t length;
-    while (rc == 0 && reader.at < reader.end && read_length(&reader, &length)) {
-        rc = reader_hear(self, reader.at, length, now);
-        reader.at += length;
-    }
-    Py_DECREF(now);
-    if (rc < 0)
+        Py_DECREF(now);
         return NULL;
+    }
+    PyObject *left = reader_relay(self, reader, now), *done = NULL;
+    Py_DECREF(now);
+    if (left == NULL || left == Py_None)
+        return left;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(left); i++) {
+        PyObject *said = PyList_GET_ITEM(left, i); /* the list is nobody else's */
+        Py_XDECREF(done);
+        done = PyObject_CallMethodObjArgs((PyObject *)self, name_hear_told,
+                                          PyTuple_GET_ITEM(said, 0), PyTuple_GET_ITEM(said, 1),
+                                          PyTuple_GET_ITEM(said, 2), NULL);
+        if (done == NULL)
+            break;
+    }
+    Py_DECREF(left);
+    if (done == NULL)
+        return NULL;
+    Py_DECREF(done);
     Py_RETURN_NONE;
 }
 

@@ -26,7 +26,7 @@ from neuron_di_proxy.service import Service
 from neuron_di_proxy.ticks import look_every
 
 BACKLOG = 4096
-STARTS_PER_TURN = 8  # requests: what running streams are sent must not wait for a crowd of them
+STARTS_PER_TURN = 4  # requests: what running streams are sent must not wait for a crowd of them
 
 _LOOKED_AT_MAX = 64  # connections, when another wants to join
 

@@ -23,7 +23,7 @@ from neuron_di_proxy.front_sweep import NEVER
 from neuron_di_proxy.half_close import keeps_listening
 from neuron_di_proxy.quart_exchange import QuartExchange
 from neuron_di_proxy.refusal import Refusal
-from neuron_di_proxy.request_head import RequestHead, check_begun, read_head
+from neuron_di_proxy.request_head import RequestHead, check_begun, drop_empty_lines, read_head
 from neuron_di_proxy.send_deadline import SendDeadline
 from neuron_di_proxy.service import Exchange
 from neuron_di_proxy.sized_body import SizedBody
@@ -33,8 +33,9 @@ from neuron_di_proxy.token_lane import Outlet, outlet_of
 
 PIPELINED_BYTES_MAX = 64 << 10  # of further requests, while one is answered
 LEAVING_TIMEOUT_S = 2.0  # for a client to read the last response while it still sends
-_EMPTY_LINES_MAX = 4  # before a request line
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+_Exchange = Exchange | QuartExchange
 
 _log = get_logger(__name__)
 
@@ -67,7 +68,7 @@ class FrontConnection(asyncio.Protocol):
         self._has_surplus = False  # more was sent than is kept, while a request was answered
         self._closes = False
         self._head: RequestHead | None = None
-        self._exchange: Exchange | QuartExchange | None = None
+        self._exchange: _Exchange | None = None
         self._coming: SizedBody | ChunkedBody | None = None  # a body
         self._body = b""  # until `begin_answer`
         self._reply: SocketReply | None = None
@@ -176,8 +177,8 @@ class FrontConnection(asyncio.Protocol):
         if self._state is _State.ANSWERING:
             assert self._exchange is not None
             assert self._reply is not None
-            self._task = self._loop.create_task(self._exchange.answer(body, self._reply))
-            self._task.add_done_callback(self._answered)
+            self._task = self._loop.create_task(self._run(self._exchange, body, self._reply))
+            self._task.add_done_callback(self._ended)
 
     def close(self) -> None:
         """End the connection as soon as what it owes is written."""
@@ -193,8 +194,6 @@ class FrontConnection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Do what can be done with what was received."""
-        if self._state is _State.GONE:
-            return
         while self._received and not self._is_full:
             state = self._state
             try:
@@ -207,16 +206,13 @@ class FrontConnection(asyncio.Protocol):
                 self._refuse(self._refusal(error), is_read=False)
             if self._state is state:
                 break
-        if self._is_paused and not self._is_full:
+        if self._is_paused and not self._is_full and self._state is not _State.GONE:
             self._is_paused = False
             self._transport.resume_reading()
 
     def _take_head(self) -> None:
         received = self._received
-        for _ in range(_EMPTY_LINES_MAX):
-            if not received.startswith(b"\r\n"):
-                break
-            del received[:2]
+        drop_empty_lines(received)
         if received.startswith(_HTTP2_PREFACE):
             self._hand_over()
             return
@@ -302,14 +298,22 @@ class FrontConnection(asyncio.Protocol):
         reply.is_full, self._has_all = self._is_full, False
         return reply
 
-    def _answered(self, task: "asyncio.Task[None]") -> None:
+    async def _run(self, exchange: _Exchange, body: bytes, reply: SocketReply) -> None:
+        await exchange.answer(body, reply)
+        self._answered()  # a next request need not wait until the loop says that the task is over
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """A task is over. Unless it got to its end, it was given up or, by a bug, failed."""
+        if task is self._task:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.exception("front_failed", raised=error)
+            self._answered()
+
+    def _answered(self) -> None:
         reply, self._reply, self._task = self._reply, None, None
         self._close_exchange()
         if self._state is _State.GONE:
             return
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            _log.exception("front_failed", raised=error)
         assert reply is not None
         if not reply.is_over:  # a bug: the client must not take it for an end
             self._transport.abort()
@@ -317,6 +321,7 @@ class FrontConnection(asyncio.Protocol):
             self._leave(is_read=not self._has_surplus)
         else:
             self._wait_for_head()
+            self._go_on()
 
     def _refusal(self, error: Exception) -> Refusal:
         if self._exchange is not None:
@@ -339,6 +344,8 @@ class FrontConnection(asyncio.Protocol):
             self._leave(is_read=is_read)
         else:
             self._wait_for_head()
+            if self._received or self._is_paused:
+                self._loop.call_soon(self._go_on)
 
     def _wait_for_head(self) -> None:
         """The last request is over: on to the next, which may have come already."""
@@ -347,8 +354,6 @@ class FrontConnection(asyncio.Protocol):
         self._is_idle = True
         self._deadline_s = now_s() + self._options.keep_alive_s
         self._owner.rests(self)
-        if self._received or self._is_paused:
-            self._loop.call_soon(self._go_on)
 
     def _bound_received(self) -> None:
         # Reading goes on whatever comes during an answer: only that tells that the client left.

@@ -58,12 +58,13 @@ from neuron_di_proxy.workers import Hear
 # Prompts that a worker has not taken yet. One that reads nothing is given no more.
 UNSENT_BYTES_MAX = 64 << 20
 
-# Legs that are sent by one system call. A worker begins with these while others are made.
-_SENT_TOGETHER = 8
+# Legs that are sent by one system call. A worker begins with these while others are made. Measured
+# with 16 and 64 requests at once: of 8, first tokens came later, of 2, for a tenth more CPU time.
+_SENT_TOGETHER = 4
 
 # Answers whose end is dealt with in one turn of the loop. An end costs as much as tens of tokens:
 # neither running streams nor new requests are to wait for all of a crowd that ends together.
-_ENDS_PER_TURN = 8
+_ENDS_PER_TURN = 4
 
 _ALIVE = bytes(encode_frame(ProxyAlive()))
 _NOTHING = Told([], [])
@@ -188,8 +189,9 @@ class LegLink(LinkReader, asyncio.Protocol):
             self._end_not_understood(error)
             return
         self.has_partial = bool(self._frames.partial)
-        for payload in payloads:
-            self.hear_told(*relay_told(payload, self.lanes, now_s()))
+        at_s = now_s()
+        for left in [relay_told(payload, self.lanes, at_s) for payload in payloads]:
+            self.hear_told(*left)
 
     def hear_told(
         self,
@@ -310,6 +312,9 @@ class LegLink(LinkReader, asyncio.Protocol):
         if self._transport is not None and self._unsent:
             self._transport.writelines(list(chain.from_iterable(self._unsent.values())))
             self._unsent.clear()
+            # The transport writes at the end of this turn. A worker that waits for this core then
+            # begins before further legs are made.
+            self._loop.call_soon(sched_yield)
 
     def _refuse(self, number: int) -> None:
         if (hear := self._hears.pop(number, None)) is not None:

@@ -34,7 +34,7 @@ _ONCE = ("host", "content-length", "transfer-encoding", "authorization", "x-requ
 _LENGTH_DIGITS_MAX = 18
 _VERSIONS: dict[str, Literal["1.0", "1.1"]] = {"1.0": "1.0", "1.1": "1.1"}
 
-
+_EMPTY_LINES_MAX = 4  # before a request line
 _TLS_HELLO = b"\x16\x03"  # a record of a handshake, of any version
 
 
@@ -106,6 +106,14 @@ class _Known(NamedTuple):
 
 
 _known: dict[tuple[bytes, ...], _Known] = {}  # oldest first
+
+
+def drop_empty_lines(received: bytearray) -> None:
+    """Some clients send one behind a body: it is no part of the next request."""
+    for _ in range(_EMPTY_LINES_MAX):
+        if not received.startswith(b"\r\n"):
+            break
+        del received[:2]
 
 
 def check_begun(received: bytearray, num_head_bytes: int, bytes_max: int) -> None:

@@ -248,7 +248,8 @@ async def test_legs_of_one_turn_are_sent_by_one_call(client, worker, monkeypatch
             transport.writelines(frames)
 
     monkeypatch.setattr(link, "_transport", Counting())
-    ears = [Ear() for _ in range(5)]
+    num = leg_link._SENT_TOGETHER - 1
+    ears = [Ear() for _ in range(num)]
     legs = [client.open_leg(worker.record, "decode", MESSAGE) for _ in ears]
     for leg, ear in zip(legs, ears, strict=True):
         leg.open(ear)
@@ -257,10 +258,26 @@ async def test_legs_of_one_turn_are_sent_by_one_call(client, worker, monkeypatch
         seen = await worker.next_leg()
         await seen.finish(finished(1))
         assert await ear.next() == finished(1)
-    assert [len(frames) for frames in written] == [4]
+    assert [len(frames) for frames in written] == [num - 1]
     assert ears[1].said.empty()
     await open_leg(client, worker)
-    assert [len(frames) for frames in written] == [4, 1]
+    assert [len(frames) for frames in written] == [num - 1, 1]
+
+
+async def test_who_waits_for_legs_may_begin_with_them_in_the_next_turn(client, worker, monkeypatch):
+    await open_leg(client, worker)
+    (link,) = client._links.values()
+    num_written = []
+    monkeypatch.setattr(
+        leg_link,
+        "sched_yield",
+        lambda: num_written.append(link._transport.get_write_buffer_size()),
+    )
+    for _ in range(2 * leg_link._SENT_TOGETHER + 1):
+        client.open_leg(worker.record, "decode", MESSAGE).open(Ear())
+    for _ in range(2 * leg_link._SENT_TOGETHER + 1):
+        await worker.next_leg()
+    assert num_written == [0] * 3  # nothing is left to be written
 
 
 async def test_legs_of_a_turn_in_which_the_link_ends_hear_of_it(client, worker):

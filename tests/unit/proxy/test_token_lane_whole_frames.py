@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lane_rig import Rig, chunks_of
 
-from neuron_di.wire import Parked
+from neuron_di.wire import Parked, Token
 from neuron_di.wire.leg_link import FrameReader, Told, encode_frame
 from neuron_di_proxy.token_lane import IS_COMPILED, LinkReader, relay_told
 
@@ -60,19 +60,30 @@ def test_a_frame_of_tokens_that_lanes_wait_for_is_taken_whole(rig):
     assert rig.ids == [42, 43]
 
 
-def test_each_frame_is_heard_before_the_next_is_relayed(rig):
-    """Also of those that come at once: what is heard may take a lane away."""
+def test_no_token_waits_for_what_else_came_at_once(rig):
+    """What is more than tokens takes longer than they do."""
+    written_then = []
 
-    class Closing(Link):
+    class Looking(Link):
         def hear_told(self, others, rest, failures):
             super().hear_told(others, rest, failures)
-            self.lanes.clear()
+            written_then.append(rig.received())
 
-    told = [Told([(7, 3, 42, "a")], []), Told([], [(7, PARKED)]), Told([(7, 4, 43, "b")], [])]
-    link = Closing({7: rig.lane(due=3)})
+    told = [Told([(7, 3, 42, "a")], [(9, PARKED)]), Told([], [(7, PARKED)])]
+    told.append(Told([(7, 4, 43, "b"), (8, 0, 44, "c")], []))
+    link = Looking({7: rig.lane(due=3), 8: rig.lane()})
+    link.data_received(b"".join(bytes(encode_frame(each)) for each in told))
+    assert link.heard == [([], rest_of(each), []) for each in told[:2]]
+    assert written_then == [chunks_of(["a", "b", "c"]), b""]
+
+
+def test_within_a_leg_no_token_overtakes_another(rig):
+    rich = Token(index=4, token_id=43, text="b")  # as one with log-probabilities comes
+    told = [Told([(7, 3, 42, "a")], [(7, rich)]), Told([(7, 5, 44, "c")], [])]
+    link = Link({7: rig.lane(due=3)})
     link.data_received(b"".join(bytes(encode_frame(each)) for each in told))
     assert rig.received() == chunks_of(["a"])
-    assert link.heard == [([], rest_of(told[1]), []), (told[2].tokens, None, [])]
+    assert link.heard == [([], rest_of(told[0]), []), (told[1].tokens, None, [])]
 
 
 def test_the_tokens_of_a_frame_with_events_take_their_lanes_first(rig):
