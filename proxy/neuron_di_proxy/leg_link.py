@@ -131,6 +131,9 @@ class LegLink(LinkReader, asyncio.Protocol):
         self._unsent[number] = encode_open(number, kind, document)
         if len(self._unsent) >= _SENT_TOGETHER:
             self._send()
+            # The transport writes at the end of this turn. In the next one a worker that waits for
+            # this core may begin, before further legs of the crowd are made.
+            self._loop.call_soon(sched_yield)
         return number
 
     def relay(self, number: int, lane: Lane) -> None:
@@ -312,9 +315,6 @@ class LegLink(LinkReader, asyncio.Protocol):
         if self._transport is not None and self._unsent:
             self._transport.writelines(list(chain.from_iterable(self._unsent.values())))
             self._unsent.clear()
-            # The transport writes at the end of this turn. A worker that waits for this core then
-            # begins before further legs are made.
-            self._loop.call_soon(sched_yield)
 
     def _refuse(self, number: int) -> None:
         if (hear := self._hears.pop(number, None)) is not None:
