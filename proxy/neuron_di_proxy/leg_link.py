@@ -16,7 +16,7 @@ from itertools import chain
 from os import sched_yield
 from typing import Any
 
-from neuron_di.clock import now_s
+from neuron_di.clock import now_s, own_clock
 from neuron_di.config import LimitOptions
 from neuron_di.errors import (
     CapacityError,
@@ -84,7 +84,7 @@ class LegLink(LinkReader, asyncio.Protocol):
         on_end: Callable[["LegLink"], None],
         on_status: Callable[[WorkerStatus], None] | None = None,
     ) -> None:
-        super().__init__(now_s)
+        super().__init__(own_clock())
         self._has_ended = False
         self._worker_id: WorkerId = record.worker_id
         self._incarnation: Incarnation = record.incarnation

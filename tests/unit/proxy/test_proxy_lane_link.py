@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+import sys
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lane_rig import Rig, chunks_of
 from scripted_worker import finished, make_record, parked, token
 
 from neuron_di.config import LimitOptions
@@ -15,7 +17,7 @@ from neuron_di.wire import WorkerStatus
 from neuron_di.wire.leg_link import Told, encode_frame, told_decoder
 from neuron_di_proxy import leg_link
 from neuron_di_proxy.leg_link import LegLink
-from neuron_di_proxy.token_lane import PlainLinkReader, relay_nothing, relay_told
+from neuron_di_proxy.token_lane import IS_COMPILED, PlainLinkReader, relay_nothing, relay_told
 
 RECORD = make_record("d1", "decode")
 NUM_LEGS = 3
@@ -148,3 +150,25 @@ def test_a_word_of_another_process_ends_the_link_also_when_said_again(is_compile
     assert [said for _, said in heard.of_legs] == [
         (PeerGone, "worker d1 is another process now")
     ] * NUM_LEGS
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="the extension for tokens was not built")
+async def test_a_steady_token_runs_no_python():
+    rig, ran = Rig(), []
+    link = LegLink(RECORD, LimitOptions(), lambda _: None)
+    assert link.open("decode", (b"{}",), pytest.fail) == 0
+    link.relay(0, rig.lane(due=3))
+    data = frame_of([(0, 3, 42, "a")])
+
+    def note(frame, event, _argument):
+        if event == "call":
+            ran.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        link.data_received(data)
+    finally:
+        sys.setprofile(None)
+    assert rig.received() == chunks_of(["a"])
+    assert ran == []
+    rig.close()
