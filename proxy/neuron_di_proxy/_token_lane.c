@@ -814,7 +814,7 @@ static PyObject *relay_payload(const unsigned char *payload, size_t size, PyObje
     }
     if (rest != NULL && others != NULL && failures != NULL &&
         sends_begin(num_tokens, failures, &outer) == 0) {
-        while (num_relayed < num_tokens &&
+        while (num_relayed < num_tokens && sends_part() == 0 &&
                relay_token(&tokens[num_relayed], lanes, now, others, failures) == 0)
             num_relayed++;
         if (sends_end(outer) == 0 && num_relayed == num_tokens)

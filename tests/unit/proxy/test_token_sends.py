@@ -11,7 +11,7 @@ from neuron_di_proxy.token_lane import IS_COMPILED, relay_told
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension was not built: no compiler")
 
-MANY = 60  # tokens of a frame, enough to be shared
+MANY = 150  # tokens of a frame: shared, and in parts of 64
 NOTHING = ([], None, [])
 
 
@@ -71,6 +71,17 @@ def test_frame_after_frame_arrives_in_order(rigs):
         assert relay_told(frame_of(rigs, index), lanes, 1.0) == NOTHING
     for number, rig in enumerate(rigs):
         assert rig.received() == chunks_of([f"{number}"] * 100)
+
+
+def test_the_first_ones_are_sent_before_the_last_are_gathered(rigs):
+    seen = []
+
+    def look():
+        seen.extend(number for number, rig in enumerate(rigs) if rig.received())
+
+    lanes = lanes_of(rigs) | {100: acting(rigs[100], look)}
+    assert relay_told(frame_of(rigs), lanes, 1.0) == NOTHING
+    assert seen == list(range(64))
 
 
 def test_several_tokens_of_one_client_keep_their_order(rigs):
