@@ -173,7 +173,8 @@ class LLM:
 
     def _continuation(self, request: Request, answer: Generation) -> Request:
         """Of one that gave way to others: the same from where its answer stands."""
-        return self._make(request.prompt_ids, request.sampling, given=tuple(answer.token_ids))
+        given = tuple(answer.token_ids)
+        return self._make(request.prompt_ids, request.sampling, given, request.age_order)
 
     def _request(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Request:
         tokenizer = self._model.tokenizer
@@ -189,7 +190,11 @@ class LLM:
         return self._make(prompt_ids, sampling)
 
     def _make(
-        self, prompt_ids: list[int], sampling: SamplingParams, given: tuple[int, ...] = ()
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        given: tuple[int, ...] = (),
+        age_order: float | None = None,
     ) -> Request:
         tokenizer = self._model.tokenizer
         self._num_requests += 1
@@ -208,6 +213,7 @@ class LLM:
                 prompt_ids=prompt_ids,
             ),
             given=given,
+            age_order=self._num_requests if age_order is None else age_order,
             rules=self._rules.rules_of(sampling),
         )
 

@@ -1,11 +1,11 @@
 """How the KV of running requests grows: some blocks at a time, and the youngest gives way.
 
 A request starts with blocks for what is known and for `reserve_tokens` of its answer, and gets as
-many again when these are full. Where none are left, the request that was started last is
-*preempted*: it ends on this worker, and another attempt computes its KV anew, from the ids that
-its client has. The one that was started first never is, and alone it fits into the pool: so
-somebody always comes to an end. It may stand still while transfers hold what it needs, and these
-have deadlines. Nobody is started unless all who run could grow once more.
+many again when these are full. Where none are left, the youngest is *preempted*: it ends on this
+worker, and another attempt computes its KV anew, from the ids that its client has. The oldest
+never is, and alone it fits into the pool; where it waits, it starts next: so it always comes to an
+end. It may stand still while transfers hold what it needs, and these have deadlines. Nobody is
+started unless all who run could grow once more.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from neuron_di.request import Request
 
 
 class Growth:
-    """Owns nothing: blocks are the pool's and the requests'. Requests come in order of start."""
+    """Owns nothing: blocks are the pool's and the requests'."""
 
     def __init__(self, pool: BlockPool, *, block_size: int, reserve_tokens: int) -> None:
         self._pool = pool
@@ -33,16 +33,22 @@ class Growth:
         return sum(min(self._step, self._num_to_come(request)) for request in started)
 
     def failures(self, running: Sequence[Request]) -> list[tuple[Request, NeuronDiError]]:
-        """Who has to give way, so that all others can compute a token. Never the first."""
-        num_short = sum(map(self._is_full, running))
-        num_free, last = self._pool.num_free, len(running)
+        """Who has to give way, so that all others can compute a token. Never the oldest.
+
+        Of one age, those that come later in `running` are younger.
+        """
+        num_short, num_free = sum(map(self._is_full, running)), self._pool.num_free
+        if num_short <= num_free:
+            return []
+        by_age = sorted(running, key=lambda request: request.age_order)
+        last = len(by_age)
         while num_short > num_free and last > 1:
             last -= 1
-            num_free += len(running[last].block_ids)
-            num_short -= self._is_full(running[last])
+            num_free += len(by_age[last].block_ids)
+            num_short -= self._is_full(by_age[last])
         return [
             (request, Preempted("older requests needed this one's KV blocks"))
-            for request in running[last:]
+            for request in by_age[last:]
         ]
 
     def grow(self, running: Sequence[Request]) -> list[Request]:

@@ -6,8 +6,8 @@
 
 A request starts with blocks for what is known and for a part of its answer, and gets more as it
 grows; where there are none left, the youngest gives way (growth.py).
-Waiting requests start in the order of their arrival. Nobody overtakes the first, even one
-that would fit: a long prompt waits for its turn, never for ever.
+Waiting requests start in the order of their age. Nobody overtakes the oldest, even one that
+would fit: a long prompt waits for its turn, never for ever.
 """
 
 from typing import Protocol

@@ -1,6 +1,10 @@
-"""The requests that wait for a start: bounded, first come, first served, holding nothing."""
+"""The requests that wait for a start: bounded, the oldest first, holding nothing.
 
-from collections import deque
+A later attempt is as old as its request. Its client has waited before, and has a part of the answer
+as a rule: behind all others it would wait twice.
+"""
+
+from bisect import insort
 from collections.abc import Callable
 
 from neuron_di.core.block_pool import BlockPool
@@ -30,13 +34,13 @@ class WaitingQueue:
         self._waiting_max = waiting_max
         self._num_tokens = num_tokens
         self._num_tokens_at_most = num_tokens_at_most
-        self._requests: deque[Request] = deque()
+        self._requests: list[Request] = []  # oldest first; those of one age as they came
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def add(self, request: Request) -> None:
-        """Append a request. CapacityError: the queue is full. TooLarge: it could never start."""
+        """Queue a request. CapacityError: the queue is full. TooLarge: it could never start."""
         require(request.status is RequestStatus.WAITING, f"{request!r} was added before")
         require(request not in self._requests, f"{request!r} was added before")
         require(request.num_prompt > 0, f"{request!r} has no prompt")
@@ -48,7 +52,7 @@ class WaitingQueue:
             )
         if len(self._requests) >= self._waiting_max:
             raise CapacityError(f"{len(self._requests)} requests are waiting already")
-        self._requests.append(request)
+        insort(self._requests, request, key=lambda each: each.age_order)
 
     def pop_startable(self, num_kept: int = 0) -> Request | None:
         """Remove the first request and give it its blocks, so that `num_kept` others stay free;
@@ -58,7 +62,7 @@ class WaitingQueue:
         num_blocks = self._num_blocks(self._num_tokens(self._requests[0]))
         if num_blocks + num_kept > self._pool.num_free:
             return None
-        request = self._requests.popleft()
+        request = self._requests.pop(0)
         request.block_ids = self._pool.allocate(num_blocks)
         return request
 

@@ -38,6 +38,10 @@ class Request:
     `num_prefilled` is for how many positions a prefill computes KV, or a transfer brings it. By
     default those of the prompt and of all given ids, as a prefill needs it to choose the next
     token. A decode worker feeds the newest id itself and passes one less.
+
+    Of two requests the one with the smaller `age_order` is older: it starts first, and gives way to
+    others last. A worker takes the moment at which the request's time is over: so a later attempt
+    is as old as the request.
     """
 
     def __init__(
@@ -53,9 +57,11 @@ class Request:
         num_prefilled: int | None = None,
         rules: TokenRules | None = None,
         begins_in_reasoning: bool = False,
+        age_order: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
+        self.age_order = age_order
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.max_tokens = max_tokens  # resolved against the context, at least 1

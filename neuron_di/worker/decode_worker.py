@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
+from neuron_di.clock import Deadline
 from neuron_di.engine import Broken, Emitted, Ended, Engine, Key, StartTransfer
 from neuron_di.errors import (
     KvMissing,
@@ -72,7 +73,7 @@ class DecodeWorker:
                 ready = await buffer.lookup(*key, queue.deadline, self._on_lost)
             incoming = self._incoming[key] = _Incoming(buffer, ready)
             try:
-                self.engine.submit(self._request(leg, incoming, rules))
+                self.engine.submit(self._request(leg, queue.deadline, incoming, rules))
                 while True:
                     event = await queue.get()
                     if isinstance(event, Emitted):
@@ -119,7 +120,9 @@ class DecodeWorker:
         """The KV that a leg waits for will not arrive."""
         self._legs.dispatch([Broken(key, error)])
 
-    def _request(self, leg: DecodeLeg, incoming: _Incoming, rules: TokenRules | None) -> Request:
+    def _request(
+        self, leg: DecodeLeg, deadline: Deadline, incoming: _Incoming, rules: TokenRules | None
+    ) -> Request:
         """Check the peer's word, then take over where prefill stopped: its tokens are given."""
         ready, layout = incoming.ready, incoming.buffer.layout
         check_sampling(leg.sampling, self._num_vocab)
@@ -145,6 +148,7 @@ class DecodeWorker:
             num_prefilled=ready.num_tokens,
             rules=rules,
             begins_in_reasoning=ready.in_reasoning,
+            age_order=deadline.at_s,
         )
 
     def _finished(self, event: Ended, incoming: _Incoming) -> LegEvent:

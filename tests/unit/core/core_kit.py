@@ -30,26 +30,26 @@ RANDOM_SCHEDULES = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-# (num_prompt, tokens to come at most, num_given)
-ARRIVAL = st.tuples(st.integers(1, 12), st.integers(1, 24), st.integers(0, 6))
+# (num_prompt, tokens to come at most, num_given, the smaller the older)
+ARRIVAL = st.tuples(st.integers(1, 12), st.integers(1, 24), st.integers(0, 6), st.integers(0, 3))
 
 
 def make_request(
-    name: object, *, num_prompt: int, max_tokens: int = 4, num_given: int = 0
+    name: object, *, num_prompt: int, max_tokens: int = 4, num_given: int = 0, age: float = 0
 ) -> Request:
     """A request as prefill adds it: new, or continued behind the tokens that are given."""
-    return _make(name, num_prompt, max_tokens, num_given, num_prompt + num_given)
+    return _make(name, num_prompt, max_tokens, num_given, num_prompt + num_given, age)
 
 
 def make_received(
-    name: object, *, num_prompt: int, max_tokens: int = 4, num_given: int = 1
+    name: object, *, num_prompt: int, max_tokens: int = 4, num_given: int = 1, age: float = 0
 ) -> Request:
     """A request as a decode worker adds it: its newest token is known, but has no KV."""
-    return _make(name, num_prompt, max_tokens, num_given, num_prompt + num_given - 1)
+    return _make(name, num_prompt, max_tokens, num_given, num_prompt + num_given - 1, age)
 
 
 def _make(
-    name: object, num_prompt: int, max_tokens: int, num_given: int, num_prefilled: int
+    name: object, num_prompt: int, max_tokens: int, num_given: int, num_prefilled: int, age: float
 ) -> Request:
     request = Request(
         RequestId(str(name)),
@@ -60,6 +60,7 @@ def _make(
         output=cast("Any", None),  # schedulers never look at text
         given=[7] * num_given,
         num_prefilled=num_prefilled,
+        age_order=age,
     )
     request.generated += request.given  # as the engine does
     return request
@@ -140,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         type(self).num_schedules += 1
-        self.requests: list[Request] = []  # all that were added, in order
+        self.requests: list[Request] = []  # all that were added, in the order of their starts
         self.statuses: dict[Request, RequestStatus] = {}
         self.transfers: list[Transfer] = []  # that have not ended
         self.quarantine: list[Transfer] = []  # whose requests left before they ended
@@ -157,12 +158,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Token positions it can ever have blocks for."""
         return request.num_kv_at_most
 
-    def new_request(self, num_prompt: int, num_more: int, num_given: int) -> Request:
+    def new_request(self, num_prompt: int, num_more: int, num_given: int, age: int) -> Request:
         return make_request(
             len(self.requests),
             num_prompt=num_prompt,
             max_tokens=num_given + num_more,
             num_given=num_given,
+            age=age,
         )
 
     def give_up(self, request: Request, is_held: bool) -> None:
@@ -239,7 +241,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if going:
             assert sum(map(self.is_full, running)) > num_free
             assert len(going) < len(running)
-            assert self.order_of_start(running)[-len(going) :] == going
+            by_age = sorted(self.order_of_start(running), key=lambda request: request.age_order)
+            assert by_age[-len(going) :] == going
         for request, _ in failures:
             self.scheduler.finish(request, "error")
         self.preempted += going
@@ -251,7 +254,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.preempted and len(self.of(WAITING)) < self.waiting_max:
             request = self.preempted.pop(0)
             num_given = len(request.generated)
-            self.add((request.num_prompt, request.max_tokens - num_given, num_given))
+            num_more = request.max_tokens - num_given
+            self.add((request.num_prompt, num_more, num_given, request.age_order))
 
     @rule(arrival=ARRIVAL)
     def add(self, arrival):
@@ -266,8 +270,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert self.num_blocks_for(self.num_at_most(request)) <= self.pool.num_blocks
             assert num_waiting < self.waiting_max
-            self.requests.append(request)
+            self.requests.insert(self.place_of(request), request)
             self.statuses[request] = WAITING
+
+    def place_of(self, request: Request) -> int:
+        """Before all who wait and are younger."""
+        for place, other in enumerate(self.requests):
+            if other.status is WAITING and other.age_order > request.age_order:
+                return place
+        return len(self.requests)
 
     @rule(num_steps=st.integers(1, 8), others_keep_up=st.booleans())
     def run_steps(self, num_steps, others_keep_up):

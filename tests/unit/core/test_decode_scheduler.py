@@ -37,13 +37,14 @@ class DecodeMachine(SchedulerMachine):
             reserve_tokens=self.reserve_tokens,
         )
 
-    def new_request(self, num_prompt, num_more, num_given):
+    def new_request(self, num_prompt, num_more, num_given, age):
         num_given = max(1, num_given)
         return make_received(
             len(self.requests),
             num_prompt=num_prompt,
             max_tokens=num_given + num_more,
             num_given=num_given,
+            age=age,
         )
 
     def started_transfers(self):

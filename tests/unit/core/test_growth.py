@@ -1,4 +1,4 @@
-"""Blocks are had as they are needed; who came last gives way, and who came first never does."""
+"""Blocks are had as they are needed; the youngest gives way, and the oldest never does."""
 
 import pytest
 from core_kit import make_request
@@ -20,8 +20,8 @@ def growth(pool):
     return Growth(pool, block_size=BLOCK_SIZE, reserve_tokens=2 * BLOCK_SIZE)
 
 
-def started(pool, growth, name, *, num_prompt=4, max_tokens=40, num_computed=4):
-    request = make_request(name, num_prompt=num_prompt, max_tokens=max_tokens)
+def started(pool, growth, name, *, num_prompt=4, max_tokens=40, num_computed=4, age=0):
+    request = make_request(name, num_prompt=num_prompt, max_tokens=max_tokens, age=age)
     request.block_ids = pool.allocate(-(-growth.num_tokens(request) // BLOCK_SIZE))
     request.num_computed = num_computed
     return request
@@ -79,6 +79,13 @@ def test_who_needs_nothing_gives_way_too_if_it_is_the_youngest(pool, growth):
     requests = [started(pool, growth, name, num_computed=12) for name in "abc"]
     requests.append(started(pool, growth, "d", num_computed=5))
     assert [request for request, _ in growth.failures(requests)] == requests[3:]
+
+
+def test_who_gave_way_and_came_again_is_as_old_as_before(pool, growth):
+    ages = {"a": 2, "b": 3, "c": 4, "again": 1}
+    requests = [started(pool, growth, name, num_computed=12, age=age) for name, age in ages.items()]
+    assert [request for request, _ in growth.failures(requests)] == [requests[2]]
+    assert [request for request, _ in growth.failures([requests[0], requests[3]])] == [requests[0]]
 
 
 def test_each_has_an_error_of_its_own(pool, growth):

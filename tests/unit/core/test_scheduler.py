@@ -29,8 +29,8 @@ def scheduler(request):
 def new(scheduler):
     make = make_received if isinstance(scheduler, DecodeScheduler) else make_request
 
-    def make_one(name, num_prompt):
-        return make(name, num_prompt=num_prompt, max_tokens=2)
+    def make_one(name, num_prompt, age=0):
+        return make(name, num_prompt=num_prompt, max_tokens=2, age=age)
 
     return make_one
 
@@ -75,6 +75,33 @@ def test_nobody_overtakes_the_first_that_waits_for_blocks(scheduler, new):
     scheduler.finish(large, "cancelled")
     scheduler.schedule()
     assert larger.status is not WAITING
+
+
+def test_the_oldest_starts_next_whenever_it_came(scheduler, new):
+    holder = new("holder", 13)  # all blocks
+    scheduler.add(holder)
+    scheduler.schedule()
+    younger, older = new("younger", 9, age=2.0), new("older", 9, age=1.0)
+    scheduler.add(younger)
+    scheduler.add(older)
+    scheduler.finish(holder, "cancelled")
+    scheduler.schedule()
+    assert (younger.status, older.status == WAITING) == (WAITING, False)
+    scheduler.finish(older, "cancelled")
+    scheduler.schedule()
+    assert younger.status is not WAITING
+
+
+def test_of_one_age_who_came_first_starts_first(scheduler, new):
+    holder = new("holder", 13)
+    scheduler.add(holder)
+    scheduler.schedule()
+    first, second = new("first", 9, age=1.0), new("second", 9, age=1.0)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.finish(holder, "cancelled")
+    scheduler.schedule()
+    assert (first.status is WAITING, second.status is WAITING) == (False, True)
 
 
 def test_a_request_is_added_once(scheduler, new):

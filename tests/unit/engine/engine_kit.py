@@ -100,6 +100,7 @@ class Rig:
         given: Sequence[int] = (),
         num_prefilled: int | None = None,
         in_reasoning: bool = False,
+        age_order: float = 0.0,
         **fields: Any,
     ) -> Request:
         sampling = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **fields})
@@ -121,6 +122,7 @@ class Rig:
             num_prefilled=num_prefilled,
             rules=self.rules.rules_of(sampling),
             begins_in_reasoning=in_reasoning,
+            age_order=age_order,
         )
 
     def received(

@@ -23,8 +23,13 @@ def test_all_answers_are_those_of_a_pool_with_room_for_all(make_rig):
     rig = make_rig("both", reserve=4, num_blocks=16)  # 64 positions, and 200 will be asked for
     given = {name: [] for name in PROMPTS}
     waiting, attempt, preempted = list(PROMPTS), 0, []
+
+    def submit(name):
+        fields = {"given": given[name], "max_tokens": MAX_TOKENS, "age_order": ord(name)}
+        rig.engine.submit(rig.request(name, PROMPTS[name], attempt, **fields))
+
     for name in waiting:
-        rig.engine.submit(rig.request(name, PROMPTS[name], max_tokens=MAX_TOKENS))
+        submit(name)
     for _ in range(600):
         for event in rig.turn():
             name = event.key[0]
@@ -32,11 +37,7 @@ def test_all_answers_are_those_of_a_pool_with_room_for_all(make_rig):
                 assert isinstance(event.error, Preempted)
                 preempted.append(name)
                 attempt += 1
-                rig.engine.submit(
-                    rig.request(
-                        name, PROMPTS[name], attempt, given=given[name], max_tokens=MAX_TOKENS
-                    )
-                )
+                submit(name)
             elif isinstance(event, Ended):
                 assert (event.reason, event.num_generated) == ("length", MAX_TOKENS)
                 waiting.remove(name)
@@ -47,7 +48,9 @@ def test_all_answers_are_those_of_a_pool_with_room_for_all(make_rig):
             break
     assert given == expected
     assert preempted
-    assert "a" not in preempted  # it came first
+    assert "a" not in preempted  # it is the oldest
+    num_times = {name: preempted.count(name) for name in PROMPTS}
+    assert num_times["b"] <= num_times["c"] <= num_times["d"]  # who comes again is as old as before
     assert rig.blocks.num_free == 16
 
 
