@@ -166,6 +166,8 @@ def parse_head(raw: bytes) -> RequestHead:
     num_lines = raw.count(b"\r\n")
     if num_lines != raw.count(b"\n") or num_lines != raw.count(b"\r"):
         raise BadRequest("a line of the request's head ends in other bytes than CR LF")
+    if raw.find(b"\r\n\r\n") != len(raw) - 4:  # what follows would be read as a body, or not
+        raise BadRequest("the request's head does not end with its first empty line")
     if num_lines - 2 > HEADERS_MAX:
         raise _too_many()
     fields = _Fields()

@@ -87,6 +87,15 @@ def heads(draw):
     return ("\r\n".join(lines[:-1]) + line_end + lines[-1] + "\r\n\r\n").encode("latin-1")
 
 
+def test_what_lies_behind_a_head_is_no_part_of_it():
+    """Whether the length covers it or not: it differs in nothing that is kept."""
+    head = "POST / HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\nwhat follows it\r\n\r\n"
+    for length in (100, 1, 100, 0):
+        for read in (read_head, parse_head):
+            with pytest.raises(BadRequest):
+                read(head.format(length).encode())
+
+
 @settings(max_examples=1500, deadline=None)
 @given(st.lists(heads(), min_size=1, max_size=6))
 def test_a_known_head_reads_like_a_new_one(raws):
