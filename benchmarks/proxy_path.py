@@ -42,6 +42,7 @@ from neuron_di.wire.leg_link import (
 )
 from neuron_di.wire.legs import LegEvent
 from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.front import STARTS_PER_TURN
 from neuron_di_proxy.front_connection import FrontConnection
 from neuron_di_proxy.process import settle_garbage
 from neuron_di_proxy.service import Service
@@ -199,7 +200,7 @@ class Path:
             connection.connection_made(transport)
             self._clients.append((connection, transport))
         self.num_writes = 0  # of all clients, in the last round
-        self._crowd_turns = -(-num_streams // 8)  # so many begin, and end, in a turn of the loop
+        self._crowd_turns = -(-num_streams // STARTS_PER_TURN)  # and as many end in a turn
         self._on_s = 0.0
 
     def close(self) -> None:
