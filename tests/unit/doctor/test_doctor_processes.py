@@ -148,6 +148,11 @@ def test_the_second_process_ends_with_the_first(tmp_path):
     assert "memory" in again.steps.found
 
 
+def hears_hangups() -> None:
+    """Whatever nohup makes of the tests."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_however_the_doctor_ends_its_processes_give_their_cores_back(tmp_path, number):
     """While a core's memory is read, which takes five minutes here."""
@@ -157,6 +162,7 @@ def test_however_the_doctor_ends_its_processes_give_their_cores_back(tmp_path, n
         env=simulated(tmp_path / "sim", NRT_SIM_FAULTS=fault),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=hears_hangups,
     )
     probers: list[int] = []
     try:

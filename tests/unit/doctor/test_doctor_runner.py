@@ -165,6 +165,7 @@ def test_a_signal_in_the_moment_of_a_fork_is_heard(number: signal.Signals) -> No
     program = (
         "import os, signal, sys\n"
         "from neuron_di.cli import main\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup's child would not hear it
         f"os.register_at_fork(after_in_parent=lambda: signal.raise_signal({int(number)}))\n"
         "sys.exit(main(['doctor', '--only', 'host,cpu']))\n"
     )
