@@ -36,7 +36,6 @@ LEAVING_TIMEOUT_S = 2.0  # for a client to read the last response while it still
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 _Exchange = Exchange | QuartExchange
-
 _log = get_logger(__name__)
 
 
@@ -304,9 +303,10 @@ class FrontConnection(asyncio.Protocol):
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """A task is over. Unless it got to its end, it was given up or, by a bug, failed."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.exception("front_failed", raised=error)
+            self._transport.abort()  # where its next request begins is not certain
         if task is self._task:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                _log.exception("front_failed", raised=error)
             self._answered()
 
     def _answered(self) -> None:

@@ -77,31 +77,21 @@ def test_nobody_overtakes_the_first_that_waits_for_blocks(scheduler, new):
     assert larger.status is not WAITING
 
 
-def test_the_oldest_starts_next_whenever_it_came(scheduler, new):
+@pytest.mark.parametrize(("ages", "next_one"), [((2.0, 1.0), 1), ((1.0, 1.0), 0)])
+def test_the_oldest_starts_next_and_of_one_age_who_came_first(scheduler, new, ages, next_one):
     holder = new("holder", 13)  # all blocks
     scheduler.add(holder)
     scheduler.schedule()
-    younger, older = new("younger", 9, age=2.0), new("older", 9, age=1.0)
-    scheduler.add(younger)
-    scheduler.add(older)
+    requests = [new(f"of age {age}, {n}", 9, age=age) for n, age in enumerate(ages)]
+    for request in requests:
+        scheduler.add(request)
     scheduler.finish(holder, "cancelled")
     scheduler.schedule()
-    assert (younger.status, older.status == WAITING) == (WAITING, False)
-    scheduler.finish(older, "cancelled")
+    started, other = requests[next_one], requests[1 - next_one]
+    assert (started.status is WAITING, other.status is WAITING) == (False, True)
+    scheduler.finish(started, "cancelled")
     scheduler.schedule()
-    assert younger.status is not WAITING
-
-
-def test_of_one_age_who_came_first_starts_first(scheduler, new):
-    holder = new("holder", 13)
-    scheduler.add(holder)
-    scheduler.schedule()
-    first, second = new("first", 9, age=1.0), new("second", 9, age=1.0)
-    scheduler.add(first)
-    scheduler.add(second)
-    scheduler.finish(holder, "cancelled")
-    scheduler.schedule()
-    assert (first.status is WAITING, second.status is WAITING) == (False, True)
+    assert other.status is not WAITING
 
 
 def test_a_request_is_added_once(scheduler, new):

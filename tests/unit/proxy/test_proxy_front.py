@@ -10,6 +10,7 @@ from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import finished, parked, play_prefill, released, token
 
 from neuron_di.config import FrontOptions
+from neuron_di_proxy import front_connection
 from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front_connection import PIPELINED_BYTES_MAX
 from neuron_di_proxy.reply import PING
@@ -166,6 +167,23 @@ async def test_a_client_that_only_shuts_down_its_side_gets_its_answer(cluster, r
     assert response.status == 200
     assert b"Once" in response.body
     assert await raw.end() == b""
+
+
+async def test_a_bug_behind_an_answer_is_said_and_ends_the_connection(playing, raw, monkeypatch):
+    said = []
+
+    def fail(_self):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(front_connection.FrontConnection, "_wait_for_head", fail)
+    monkeypatch.setattr(
+        front_connection._log, "exception", lambda event, **what: said.append((event, what))
+    )
+    raw.send(post(PATH, WHOLE))
+    assert (await raw.response()).status == 200
+    assert await raw.end() == b""
+    assert [(event, str(what["raised"])) for event, what in said] == [("front_failed", "a bug")]
+    await nobody_is_served(playing.proxy)
 
 
 async def test_requests_sent_before_shutting_down_are_all_answered(playing, raw):
