@@ -52,7 +52,7 @@ class SimLane:
             ids=record.emitted,
             gaps=Histogram((1.0,)),
             last_s=record.last_token_s,
-            is_first=is_first,
+            begun=(lambda: None) if is_first else None,
         )
 
     def finish(self) -> None:

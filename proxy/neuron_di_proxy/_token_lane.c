@@ -21,10 +21,12 @@
 #include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <structmember.h>
 #include <sys/socket.h>
 #include <sys/types.h>
+#include <time.h>
 
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0 /* Python ignores SIGPIPE anyway */
@@ -42,6 +44,7 @@ static PyObject *name_hear_told, *name_frames_came, *name_is_closing;
 typedef struct {
     PyObject_HEAD
     PyObject *transport; /* NULL: closed */
+    PyObject *head;      /* bytes of a response that a first token is to begin; NULL: none */
     int fd;              /* -1: never written directly; so it is when closed */
     char has_written;
     char is_blocked; /* bytes may wait in the transport */
@@ -53,6 +56,7 @@ static int sends_flush(void);
 static void outlet_forget(Outlet *self)
 {
     self->fd = -1;
+    Py_CLEAR(self->head);
     Py_CLEAR(self->transport);
 }
 
@@ -175,6 +179,24 @@ static PyObject *outlet_close(Outlet *self, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
+static PyObject *outlet_get_head(Outlet *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->head == NULL ? Py_None : self->head);
+}
+
+static int outlet_set_head(Outlet *self, PyObject *head, void *Py_UNUSED(closure))
+{
+    if (head == NULL || (head != Py_None && !PyBytes_CheckExact(head))) {
+        PyErr_SetString(PyExc_TypeError, "a head is bytes, or None");
+        return -1;
+    }
+    if (head == Py_None)
+        Py_CLEAR(self->head);
+    else
+        Py_XSETREF(self->head, Py_NewRef(head));
+    return 0;
+}
+
 static PyObject *outlet_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"fd", "transport", NULL};
@@ -224,6 +246,12 @@ static PyMemberDef outlet_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+static PyGetSetDef outlet_attributes[] = {
+    {"head", (getter)outlet_get_head, (setter)outlet_set_head,
+     "what a first token is to be written behind, once: its date is made anew; None: nothing", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyTypeObject OutletType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "neuron_di_proxy._token_lane.Outlet",
     .tp_doc = "A connection's way out: to its socket directly while nothing waits before it.",
@@ -234,6 +262,7 @@ static PyTypeObject OutletType = {
     .tp_traverse = (traverseproc)outlet_traverse,
     .tp_clear = (inquiry)outlet_clear,
     .tp_methods = outlet_methods,
+    .tp_getset = outlet_attributes,
     .tp_members = outlet_members,
 };
 
@@ -242,12 +271,13 @@ static PyTypeObject OutletType = {
 typedef struct {
     PyObject_HEAD
     bool is_open; /* all the pointers are there while it is; afterwards none is */
-    int is_first; /* takes an answer's first token only, and gives its event to `write` */
+    bool is_first; /* takes an answer's first token only */
     long long due;
     long long num_taken;
     double last_s;
     Outlet *outlet;
     PyObject *write;           /* takes an event that cannot be sent, or not directly */
+    PyObject *begun;           /* of a first one: called when the answer was begun directly */
     PyObject *before, *behind; /* bytes: an event's, around a text */
     PyObject *record, *ids;
     Py_buffer bounds, counts, sums; /* of the histogram of gaps */
@@ -267,6 +297,7 @@ static void lane_forget(Lane *self)
     self->is_open = false;
     Py_CLEAR(self->outlet);
     Py_CLEAR(self->write);
+    Py_CLEAR(self->begun);
     Py_CLEAR(self->before);
     Py_CLEAR(self->behind);
     Py_CLEAR(self->record);
@@ -355,22 +386,74 @@ static char *put_chunk_head(char *data, size_t size)
     return at;
 }
 
+/* Writes the time over the date that a response's head has, if it has one. */
+static void put_date(char *head, size_t size)
+{
+    static const char line[] = "\r\ndate: ", days[] = "SunMonTueWedThuFriSat",
+                      months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
+    enum { DATE_BYTES = 29 }; /* RFC 9110, IMF-fixdate: always as many */
+    char *at = memmem(head, size, line, sizeof line - 1), date[64];
+    time_t now = time(NULL);
+    struct tm utc;
+    if (at == NULL || gmtime_r(&now, &utc) == NULL)
+        return;
+    at += sizeof line - 1;
+    if ((size_t)(head + size - at) < DATE_BYTES + 2 || memcmp(at + DATE_BYTES, "\r\n", 2) != 0)
+        return;
+    snprintf(date, sizeof date, "%.3s, %02d %.3s %04d %02d:%02d:%02d GMT",
+             days + 3 * (utc.tm_wday % 7), utc.tm_mday, months + 3 * (utc.tm_mon % 12),
+             utc.tm_year + 1900, utc.tm_hour, utc.tm_min, utc.tm_sec);
+    memcpy(at, date, DATE_BYTES);
+}
+
+/* Begins a response with its head and a first chunk, and says so before anything else is written.
+ * May run Python. */
+static int lane_begin(Lane *self, Outlet *outlet, const char *chunk, size_t size)
+{
+    PyObject *head = outlet->head, *begun = Py_NewRef(self->begun), *done = NULL, *rest = NULL;
+    outlet->head = NULL; /* it is ours, and nobody's twice */
+    size_t head_size = (size_t)PyBytes_GET_SIZE(head);
+    PyObject *all = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(head_size + size));
+    if (all != NULL) {
+        char *data = PyBytes_AS_STRING(all);
+        memcpy(data, PyBytes_AS_STRING(head), head_size);
+        put_date(data, head_size);
+        memcpy(data + head_size, chunk, size);
+        outlet->has_written = 1;
+        Py_ssize_t num_sent = outlet_send(outlet, data, PyBytes_GET_SIZE(all));
+        rest = PyBytes_FromStringAndSize(data + num_sent, PyBytes_GET_SIZE(all) - num_sent);
+        if (rest != NULL)
+            done = PyObject_CallNoArgs(begun);
+    }
+    int rc = done == NULL ? -1 : 0;
+    if (rc == 0 && PyBytes_GET_SIZE(rest) > 0)
+        rc = outlet_hand_over(outlet, rest);
+    Py_DECREF(head);
+    Py_DECREF(begun);
+    Py_XDECREF(all);
+    Py_XDECREF(done);
+    Py_XDECREF(rest);
+    return rc;
+}
+
 /* Gives an event to the client. There is room around it for a chunk's head and tail. May run
  * Python. */
 static int lane_give(Lane *self, uint64_t number, char *event, size_t size)
 {
     Outlet *outlet = (Outlet *)Py_NewRef(self->outlet);
-    int rc = self->is_first ? 0 : outlet_is_free(outlet);
+    int rc = self->is_first && outlet->head == NULL ? 0 : outlet_is_free(outlet);
     if (rc >= 0 && !self->is_open) {
         rc = 0; /* closed meanwhile: its client wants no more */
-    } else if (rc > 0) {
+    } else if (rc > 0 && (!self->is_first || outlet->head != NULL)) {
         char *chunk = put_chunk_head(event, size);
         memcpy(event + size, "\r\n", CHUNK_TAIL);
         size = (size_t)(event + size + CHUNK_TAIL - chunk);
         rc = 0;
-        if (!sends_gather(self, number, chunk, size))
+        if (self->is_first)
+            rc = lane_begin(self, outlet, chunk, size);
+        else if (!sends_gather(self, number, chunk, size))
             rc = outlet_write_directly(outlet, chunk, (Py_ssize_t)size);
-    } else if (rc == 0 && outlet->transport != NULL) {
+    } else if (rc >= 0 && outlet->transport != NULL) {
         PyObject *write = Py_NewRef(self->write), *done = NULL;
         PyObject *bytes = PyBytes_FromStringAndSize(event, (Py_ssize_t)size);
         if (bytes != NULL)
@@ -381,7 +464,7 @@ static int lane_give(Lane *self, uint64_t number, char *event, size_t size)
         Py_DECREF(write);
     }
     Py_DECREF(outlet);
-    return rc;
+    return rc < 0 ? -1 : 0;
 }
 
 /* Makes a text's event and gives it to the client. May run Python, when the event is made. */
@@ -483,17 +566,16 @@ static int lane_open_gaps(Lane *self, PyObject *gaps)
 static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"outlet", "write", "before", "behind",   "due", "record",
-                            "ids",    "gaps",  "last_s", "is_first", NULL};
-    PyObject *outlet, *write, *before, *behind, *record, *ids, *gaps;
+                            "ids",    "gaps",  "last_s", "begun",  NULL};
+    PyObject *outlet, *write, *before, *behind, *record, *ids, *gaps, *begun = Py_None;
     long long due;
     double last_s;
-    int is_first = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OSSLOO!Od|p:Lane", names, &OutletType,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OSSLOO!Od|O:Lane", names, &OutletType,
                                      &outlet, &write, &before, &behind, &due, &record,
-                                     &PyList_Type, &ids, &gaps, &last_s, &is_first))
+                                     &PyList_Type, &ids, &gaps, &last_s, &begun))
         return NULL;
-    if (!PyCallable_Check(write)) {
-        PyErr_SetString(PyExc_TypeError, "write must be callable");
+    if (!PyCallable_Check(write) || (begun != Py_None && !PyCallable_Check(begun))) {
+        PyErr_SetString(PyExc_TypeError, "write and begun must be callable");
         return NULL;
     }
     Lane *self = (Lane *)type->tp_alloc(type, 0); /* all zero: closed */
@@ -501,7 +583,8 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     self->due = due;
     self->last_s = last_s;
-    self->is_first = is_first;
+    self->is_first = begun != Py_None;
+    self->begun = Py_NewRef(begun);
     self->outlet = (Outlet *)Py_NewRef(outlet);
     self->write = Py_NewRef(write);
     self->before = Py_NewRef(before);
@@ -520,6 +603,7 @@ static int lane_traverse(Lane *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->outlet);
     Py_VISIT(self->write);
+    Py_VISIT(self->begun);
     Py_VISIT(self->record);
     Py_VISIT(self->ids);
     Py_VISIT(self->bounds.obj);

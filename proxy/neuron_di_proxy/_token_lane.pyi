@@ -5,6 +5,7 @@ from neuron_di_proxy.histogram import Histogram
 
 class Outlet:
     has_written: bool
+    head: bytes | None
     @property
     def fd(self) -> int: ...
     def __init__(self, fd: int, transport: asyncio.Transport) -> None: ...
@@ -27,7 +28,7 @@ class Lane:
         ids: list[int],
         gaps: Histogram,
         last_s: float,
-        is_first: bool = False,
+        begun: Callable[[], None] | None = None,
     ) -> None: ...
     def take(self) -> int: ...
     def close(self) -> None: ...

@@ -53,13 +53,8 @@ class StreamedAnswer(_Writing):
         frame = self._answer.first_frame(index)
         if frame is None:
             return None
-        begin = partial(self._begin, index, self._make_headers())
-        return self._reply.lane(frame, record, gaps, begin)
-
-    def _begin(self, index: int, headers: Headers, event: bytes) -> None:
-        """The first token took a lane to here."""
-        self._reply.begin(200, headers, length=None, first=event)
-        self._answer.note_first(index)
+        on_begun = partial(self._answer.note_first, index)
+        return self._reply.first_lane(frame, record, gaps, self._make_headers(), on_begun)
 
     def finished(self, index: int, finished: Finished) -> None:
         if not self._reply.has_begun:

@@ -141,7 +141,10 @@ class Running(ABC):
         Whatever is heard next closes it. So all that the lane must know of is this one token.
         """
         if not self._is_over and self.speaker is None and not self.trials:
-            self._lane = self._make_lane(is_first=True)
+            try:
+                self._lane = self._make_lane(is_first=True)
+            except Exception as error:  # a response's head that cannot be made
+                self.end(error)
             if self._lane is not None:
                 self._is_first_lane = True
                 self.legs[next(iter(self.legs))].relay(self._lane)

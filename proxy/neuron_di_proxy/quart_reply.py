@@ -49,6 +49,9 @@ class QuartReply:
         self._is_over = True
         self._changed.set()
 
+    def first_lane(self, *_: object) -> None:
+        """None: Quart writes."""
+
     def lane(self, *_: object) -> None:
         """There is none: Quart sends the bytes."""
 

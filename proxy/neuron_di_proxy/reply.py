@@ -46,12 +46,24 @@ class Reply(Protocol):
         frame: tuple[bytes, bytes],
         record: RequestRecord,
         gaps: Histogram,
-        begin: Callable[[bytes], None] | None = None,
     ) -> Lane | None:
         """What takes tokens here by itself, as events of their text in this frame, if that can be.
 
-        Between `begin` and `end`; what else is written may come between. Before that, one that
-        takes the first token only and gives its event to the `begin` that is given here.
+        Between `begin` and `end`; what else is written may come between.
+        """
+        ...
+
+    def first_lane(
+        self,
+        frame: tuple[bytes, bytes],
+        record: RequestRecord,
+        gaps: Histogram,
+        headers: Headers,
+        on_begun: Callable[[], None],
+    ) -> Lane | None:
+        """What takes the first token only, if that can be, and begins a stream with it.
+
+        `on_begun` is called when it has. Whoever begins the response before closes the lane.
         """
         ...
 

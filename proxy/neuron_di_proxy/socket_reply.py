@@ -40,13 +40,13 @@ class SocketReply:
     """
 
     __slots__ = (
+        "_closes",
         "_has_length",
         "_is_chunked",
         "_num_large_bytes",
         "_num_silent",
         "_outlet",
         "_transport",
-        "closes",
         "has_begun",
         "is_full",
         "is_over",
@@ -58,7 +58,7 @@ class SocketReply:
         self._transport = transport
         self._outlet = outlet
         self._is_chunked = is_chunked  # where the length is not known beforehand
-        self.closes = closes
+        self._closes = closes
         self._has_length = False
         self._num_large_bytes = 0
         self.has_begun = False
@@ -66,11 +66,27 @@ class SocketReply:
         self.is_full = False
         self._num_silent = 0  # sweeps since something was written
 
+    @property
+    def closes(self) -> bool:
+        return self._closes
+
+    @closes.setter
+    def closes(self, closes: bool) -> None:
+        self._closes = closes
+        self._outlet.head = None  # it may say otherwise
+
     def begin(
         self, status: int, headers: Headers, *, length: int | None, first: bytes = b""
     ) -> None:
         if self.has_begun:
             raise LocalProtocolError("a response begins once")
+        data = self._head(status, headers, length) + self._framed(first)
+        self._outlet.head = None
+        self._outlet.block()  # others may have written
+        self.has_begun = True  # not before: a head that cannot be encoded must not count as sent
+        self._write(data)
+
+    def _head(self, status: int, headers: Headers, length: int | None) -> bytes:
         lines = [f"HTTP/1.1 {status} \r\n"]
         lines += [f"{name}: {value}\r\n" for name, value in headers]
         if length is not None:
@@ -83,12 +99,9 @@ class SocketReply:
         tail = _date.line()
         if self._is_chunked:
             tail += b"Transfer-Encoding: chunked\r\n"  # cased as hypercorn's h11 does
-        if self.closes:
+        if self._closes:
             tail += b"Connection: close\r\n"
-        data = b"%b%b\r\n%b" % (head.encode("latin-1"), tail, self._framed(first))
-        self._outlet.block()  # others may have written
-        self.has_begun = True  # not before: a head that cannot be encoded must not count as sent
-        self._write(data)
+        return b"%b%b\r\n" % (head.encode("latin-1"), tail)
 
     def write(self, data: bytes) -> None:
         self._write(self._framed(data))
@@ -98,14 +111,36 @@ class SocketReply:
         frame: tuple[bytes, bytes],
         record: RequestRecord,
         gaps: Histogram,
-        begin: Callable[[bytes], None] | None = None,
     ) -> Lane | None:
         if not IS_COMPILED or not self._is_chunked or self.is_over:
             return None
-        outlet, ids, last_s = self._outlet, record.emitted, record.last_token_s
-        if begin is None:
-            return Lane(outlet, self.write, *frame, len(ids), record, ids, gaps, last_s)
-        return Lane(outlet, begin, *frame, len(ids), record, ids, gaps, last_s, is_first=True)
+        ids, last_s = record.emitted, record.last_token_s
+        return Lane(self._outlet, self.write, *frame, len(ids), record, ids, gaps, last_s)
+
+    def first_lane(
+        self,
+        frame: tuple[bytes, bytes],
+        record: RequestRecord,
+        gaps: Histogram,
+        headers: Headers,
+        on_begun: Callable[[], None],
+    ) -> Lane | None:
+        if not IS_COMPILED or not self._is_chunked or self.has_begun:
+            return None
+
+        def begin(event: bytes) -> None:
+            self.begin(200, headers, length=None, first=event)
+            on_begun()
+
+        def begun() -> None:
+            self.has_begun = True
+            on_begun()
+
+        # Made now, while nobody waits for it. It is sent where the lane finds nothing before it.
+        self._outlet.block()
+        self._outlet.head = self._head(200, headers, None)
+        ids, last_s = record.emitted, record.last_token_s
+        return Lane(self._outlet, begin, *frame, len(ids), record, ids, gaps, last_s, begun)
 
     def _framed(self, data: bytes) -> bytes:
         # An empty chunk would read as the end.

@@ -2,7 +2,8 @@
 
 Of most tokens nothing is to be said but their text. `relay_told` takes those from a frame's payload
 to the `Lane` of their leg, which counts them and writes them to the `Outlet` of their client's
-connection, without running Python. It returns
+connection, without running Python. An answer's first token has a lane of its own, which writes it
+behind the response's head, if the outlet has that. It returns
 
     tokens      those that no lane took, for the long way
     rest        what else the frame says: a payload without these tokens; None: nothing
@@ -29,12 +30,13 @@ from neuron_di.wire.leg_link import PlainToken
 class PlainOutlet:
     """`Outlet` without the extension: a connection's way out, always through its transport."""
 
-    __slots__ = ("_fd", "_transport", "has_written")
+    __slots__ = ("_fd", "_transport", "has_written", "head")
 
     def __init__(self, fd: int, transport: asyncio.Transport) -> None:
         self._fd = max(fd, -1)
         self._transport: asyncio.Transport | None = transport
         self.has_written = False  # since whoever asks has reset it
+        self.head: bytes | None = None  # of a lane, which there is none of
 
     @property
     def fd(self) -> int:

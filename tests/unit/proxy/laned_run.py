@@ -90,7 +90,7 @@ class Laned:
 
     def _make_lane(self, *, is_first):
         if is_first:
-            return self.rig.lane(is_first=True) if self._has_first_lane else None
+            return self.rig.lane(begun=lambda: None) if self._has_first_lane else None
         self.num_asked += 1
         if not self._has_lane():
             return None

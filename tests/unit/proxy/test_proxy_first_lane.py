@@ -165,7 +165,7 @@ def test_a_first_lane_takes_one_token_even_while_that_is_written():
         others, _, _ = relay_told(payload_of([(7, 1, 101, "t1")]), lanes, 2.0)
         assert others == [(7, 1, 101, "t1")]
 
-    lanes = {7: rig.lane(write=begin, is_first=True)}
+    lanes = {7: rig.lane(write=begin, begun=lambda: None)}
     relay_told(payload_of([(7, 0, 100, "t0")]), lanes, 1.0)
     assert begun == [event_of("t0")]
     assert rig.ids == [100]
