@@ -44,7 +44,7 @@ from neuron_di_bindings.process import lower_thread_priority
 _log = get_logger(__name__)
 
 RECEIVES_MAX = 1024  # open at once, of one peer
-_SHORT_BYTES_MAX = 128 << 10  # are verified in less time than it takes to wake a thread
+_SHORT_BYTES_MAX = 1 << 20  # are verified about as soon as a thread wakes
 _SCRATCH_BYTES = 1 << 18
 _NICE = 5  # running streams go first where cores are scarce
 

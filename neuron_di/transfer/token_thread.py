@@ -1,8 +1,8 @@
 """A thread that tells whoever waits for a receive, who may verify and place what came: for seconds.
 
 The threads that read from connections would leave them unread meanwhile, and the peer would take
-that for a break. A short receive is verified sooner than a thread wakes: where nothing waits, it is
-completed right away.
+that for a break. A short receive is verified about as soon as a thread wakes: where nothing waits,
+it is completed right away.
 """
 
 import queue
