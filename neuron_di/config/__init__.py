@@ -3,7 +3,7 @@
 from neuron_di.config.available_memory import available_memory_bytes
 from neuron_di.config.cpu_cores import usable_cores
 from neuron_di.config.cuda import CudaOptions
-from neuron_di.config.descriptor_limit import raise_descriptor_limit
+from neuron_di.config.descriptor_limit import connections_within, raise_descriptor_limit
 from neuron_di.config.doctor import DoctorOptions
 from neuron_di.config.environment import child_environment
 from neuron_di.config.etcd import EtcdOptions
@@ -57,6 +57,7 @@ __all__ = [
     "available_memory_bytes",
     "cannot_listen",
     "child_environment",
+    "connections_within",
     "flags_of",
     "is_loopback",
     "load_options",

@@ -36,7 +36,8 @@ class FrontOptions:
     )
     tls_key: str | None = option("private key of the certificate, PEM", default=None, form="FILE")
     connections_max: int = option(
-        "connections of clients at once; one more takes the place of one that has long been idle",
+        "connections of clients at once, if so many files may be open; one more takes the place of "
+        "one that has long been idle",
         default=4096,
         at_least=1,
     )

@@ -14,7 +14,13 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from neuron_di.config import ProxyOptions, is_loopback, raise_descriptor_limit
+from neuron_di.config import (
+    FrontOptions,
+    ProxyOptions,
+    connections_within,
+    is_loopback,
+    raise_descriptor_limit,
+)
 from neuron_di.errors import ConfigError
 from neuron_di.etcd import open_registry
 from neuron_di.obs import get_logger, say
@@ -35,9 +41,9 @@ _log = get_logger(__name__)
 
 def run_proxy(options: ProxyOptions) -> None:
     """Run the proxy until SIGTERM or SIGINT; it drains first. ConfigError if it cannot start."""
-    raise_descriptor_limit()
+    limit = raise_descriptor_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(options))
+        runner.run(_run(options, limit))
 
 
 def settle_garbage() -> None:
@@ -49,6 +55,15 @@ def settle_garbage() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+def _within(front: FrontOptions, descriptors: int) -> FrontOptions:
+    """No more connections than there may be descriptors for: a client that is refused knows where
+    it stands, one that cannot be accepted waits in vain."""
+    num = connections_within(descriptors, front.connections_max)
+    if num < front.connections_max:
+        _log.warning("connections_bounded", connections_max=num, descriptors=descriptors)
+    return replace(front, connections_max=num)
 
 
 def config_of(options: ProxyOptions) -> ProxyConfig:
@@ -119,10 +134,11 @@ async def _child_etcd(stack: AsyncExitStack) -> str:
     return (await stack.enter_async_context(ChildEtcd())).address
 
 
-async def _run(options: ProxyOptions) -> None:
+async def _run(options: ProxyOptions, descriptors: int) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
     config = config_of(options)
+    config = replace(config, front=_within(config.front, descriptors))
     sock = bind(config, is_first=options.sibling_index == 0)
     host, port = sock.getsockname()[:2]
     scheme = "http" if config.front.tls_cert is None else "https"
