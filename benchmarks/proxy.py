@@ -7,6 +7,7 @@ token costs are both in CPU per token, in the proportion that the reply's length
 
 import argparse
 import itertools
+import signal
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ def main() -> int:
     console = Console(highlight=False)
     console.width = max(console.width, 132)
     raise_descriptor_limit()  # what it starts inherits it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are ended then, too
     begun_s = time.monotonic()
     report = ProxyReport(
         command=command_line(MODULE, options, parser.parse_args([])),

@@ -80,9 +80,9 @@ def ways_of(options: argparse.Namespace, console: Console) -> list[Way]:
         python = str(options.etcd3_python)
         note = "etcd3 0.12.0, TTL 10 s, a watch that is made anew after an exception"
         found.append(Way("etcd3", note, "etcd", python, threads, 10, client="etcd3"))
-    note = "as the seed: TTL 60 s, all keys every 3 s; with our client under etcd3's names"
+    note = "as in AWS's document: TTL 60 s, all keys every 3 s; with our client under etcd3's names"
     names = "neuron_di.etcd.etcd3_names"
-    found.append(Way("seed's way", note, "etcd", here, threads, 60, poll_s=3.0, client=names))
+    found.append(Way("polling", note, "etcd", here, threads, 60, poll_s=3.0, client=names))
     return found
 
 

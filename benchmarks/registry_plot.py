@@ -15,7 +15,7 @@ _LOOKS = {
     OURS: ("#0072B2", "o"),
     "embedded": ("#009E73", "^"),
     "etcd3": ("#D55E00", "s"),
-    "seed's way": ("#E69F00", "D"),
+    "polling": ("#E69F00", "D"),
 }
 _PANELS: tuple[tuple[str, str, Callable[[Sample], float]], ...] = (
     ("put to seen, p50", "ms", lambda each: each.seen_p50_ms),

@@ -3,7 +3,7 @@
     python -m benchmarks.registry_threads '{"role": "watch", "module": "etcd3", …}'
 
 `module` is etcd3 or something with its names. `poll_s` is the seconds between two looks at all
-keys, as the seed has it; 0: watch instead. Needs the standard library and that module only.
+keys, as AWS's document has it; 0: watch instead. Needs the standard library and that module only.
 Whatever a call raises is tried again, and a watch that said an exception is made anew: less care
 would leave nothing to be measured after a restart.
 """

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -152,4 +153,5 @@ if __name__ == "__main__":
         "--registry", action="store_true", help="the proxy's own registry in place of etcd"
     )
     flags = parser.parse_args()
-    sys.exit(asyncio.run(main(has_etcd=not flags.registry and shutil.which("etcd") is not None)))
+    has_etcd = shutil.which("etcd") is not None and find_spec("grpc") is not None
+    sys.exit(asyncio.run(main(has_etcd=has_etcd and not flags.registry)))

@@ -26,7 +26,7 @@ PORT_MAX = 65535
 def _dtype() -> Any:
     return option(
         "number format of weights, KV and computation; auto is float32 on a CPU, and bfloat16 on "
-        "NeuronCores",
+        "GPUs and NeuronCores",
         default="auto",
     )
 
@@ -77,7 +77,8 @@ class EngineOptions:
         "memory for a worker's KV pool, such as 2GiB",
         default=None,
         default_text="what a full batch of full contexts takes; on a CPU at most a quarter of the "
-        "free memory, divided among the workers that start together",
+        "free memory, on a GPU 0.9 of what weights and workspace leave, divided among the workers "
+        "that start together",
         at_least=1,
     )
     prefill_batch: int = option(

@@ -17,9 +17,9 @@ class TransferOptions:
 
     transfer: tuple[str, ...] = option(
         f"what may move KV to and from other workers, of {', '.join(ENGINE_NAMES)}, the preferred "
-        "first; auto is what works here: handover and shm on one machine, between Neuron devices "
-        "reads of their memory by NIXL or else nrt, and tcp where --host can be reached from "
-        "others",
+        "first; auto is what works here: handover and shm on one machine, between GPUs of one "
+        "cuda_ipc, between Neuron devices reads of their memory by NIXL or else nrt, and tcp where "
+        "--host can be reached from others",
         default=(AUTO,),
     )
     kv_convert: bool = option(

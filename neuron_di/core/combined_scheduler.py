@@ -1,4 +1,4 @@
-"""Both phases in one worker: continuous batching, the baseline of every comparison (seed N-16).
+"""Both phases in one worker: continuous batching, the baseline of every comparison (N-16).
 
     WAITING --schedule--> RUNNING (prompt, then tokens) --> FINISHED
 

@@ -1,4 +1,4 @@
-"""How a transfer tells its outcome: polled, never waited for (seed N-50)."""
+"""How a transfer tells its outcome: polled, never waited for (N-50)."""
 
 from typing import Protocol
 

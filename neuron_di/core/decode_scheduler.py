@@ -2,7 +2,7 @@
 
     WAITING --schedule--> TRANSFERRING --schedule, once its KV is here--> RUNNING --> FINISHED
 
-The rules (seed N-60 to N-64): running and transferring requests together are at most
+The rules (N-60 to N-64): running and transferring requests together are at most
 `batch_size`; a request runs only after its transfer is done; none waits while a slot and its
 blocks are free; the scheduler decides and polls, it moves nothing; blocks that a transfer may
 still write to are given to nobody.

@@ -2,7 +2,7 @@
 
     WAITING --schedule--> RUNNING --park--> TRANSFERRING --release--> FINISHED
 
-The rules (seed N-56 to N-59): one request runs; running and transferring ones together are at
+The rules (N-56 to N-59): one request runs; running and transferring ones together are at
 most `batch_size`; so the next prompt starts as soon as the last one is parked, while its KV is
 still being moved, unless decode is so far behind that `batch_size` are parked.
 """

@@ -12,7 +12,8 @@ SUMMARY = "check this machine, and say how to mend what is wrong"
 
 _EPILOG = (
     f"Groups of checks: {', '.join(GROUPS)}. Flags that a server has too mean the same here, and "
-    "so do its variables and its file: give the doctor those that the server will get. Exit codes: "
+    "so do its variables and its file: give the doctor those that the server will get; --json and "
+    "--first-hour are flags alone. Exit codes: "
     "0 nothing failed, 1 something failed, 2 wrong flags."
 )
 

@@ -96,7 +96,7 @@ class KvGeometry:
         values: Order = "HSD",
     ) -> Self:
         """A tensor per rank, layer and K or V, numbered in the order in which NxDI lists them:
-        [dev0_l0_k, dev1_l0_k, …, dev0_l0_v, dev1_l0_v, …, dev0_l1_k, …] (seed N-48).
+        [dev0_l0_k, dev1_l0_k, …, dev0_l0_v, dev1_l0_v, …, dev0_l1_k, …] (N-48).
 
         Contiguous slots are blocks of the longest request's size, slot ids their ids. ConfigError
         for a map with seq_ids: which rank holds a head would then be another for each slot.

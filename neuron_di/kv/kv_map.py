@@ -1,4 +1,4 @@
-"""Which rank holds which KV heads: the seed's kv_map, a JSON file of version "0.1".
+"""Which rank holds which KV heads: the kv_map of AWS's document, a JSON file of version "0.1".
 
     {"version": "0.1", "heads": {"0": [0, 1], "1": [2, -1]}, "seq_ids": {"0": [0, 1], "1": [2, 3]}}
 

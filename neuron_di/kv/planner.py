@@ -4,7 +4,7 @@ Only tokens that were used move (but see `with_unused`); runs that are neighbour
 one; each number of the destination is written once. Where a head has replicas, "once" carries it
 over the link once, from and to another replica layer by layer, so that all ranks and links share
 the work, and the destination fills its further replicas by itself. "each" sends every replica its
-own copy, the receivers spread over the senders (seed N-48): more bytes, but nothing is left to do.
+own copy, the receivers spread over the senders (N-48): more bytes, but nothing is left to do.
 
 Where a run would be a single number (keys transposed at one end only) or numbers must be
 converted, the plan is staged: the source's own form moves into landing memory, which is a geometry

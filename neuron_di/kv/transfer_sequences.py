@@ -1,4 +1,4 @@
-"""The seed's form of a transfer, as its device engines take it: four parallel lists (seed N-55).
+"""A transfer in the form of AWS's document, for device engines: four parallel lists (N-55).
 
 One end's sequence names that end's tensors and, for each entry, the device of the peer. The n-th
 entry of one end meets the n-th of the other: both ends make theirs from the same runs.

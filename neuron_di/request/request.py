@@ -1,6 +1,6 @@
 """One attempt at a request inside one worker: its ids, its blocks and where it stands.
 
-Status, by role (seed N-56, N-60); no other move is legal:
+Status, by role (N-56, N-60); no other move is legal:
 
     prefill   WAITING -> RUNNING -> TRANSFERRING -> FINISHED     parked until pulled
     decode    WAITING -> TRANSFERRING -> RUNNING -> FINISHED     received before it runs

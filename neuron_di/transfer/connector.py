@@ -1,4 +1,4 @@
-"""Which buffer serves which peer: static 1P1D or dynamic xPyD (seed N-37, N-38, N-42, N-43).
+"""Which buffer serves which peer: static 1P1D or dynamic xPyD (N-37, N-38, N-42, N-43).
 
     a static buffer, if there is one; else by key:
     prefill   key ""                           one SendBuffer for every decode worker

@@ -1,4 +1,4 @@
-"""Decode's end of the hand-overs with one prefill worker: ask, wait, pull, confirm (seed N-41).
+"""Decode's end of the hand-overs with one prefill worker: ask, wait, pull, confirm (N-41).
 
     lookup()    LookupAll -> (NotYet ->) Ready          or raises
     pull()      Pull, the transfer engine fills our blocks, fence, verify, commit, then Done

@@ -1,4 +1,4 @@
-"""Prefill's end of every hand-over: what is parked, who asked for it, who has it (seed N-41).
+"""Prefill's end of every hand-over: what is parked, who asked for it, who has it (N-41).
 
 One SendBuffer serves all decode workers on one link (N-44). It lives on the worker's event
 loop; nothing here blocks, and the engine's thread never enters. What may happen when, and what

@@ -1,6 +1,6 @@
 """What a worker says of itself: the record it announces, and its status when asked.
 
-The key is the seed's, `/workers/{role}/{ip}/{api_port}` (N-36); the value is typed.
+The key is that of AWS's document, `/workers/{role}/{ip}/{api_port}` (N-36); the value is typed.
 """
 
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""What a decode worker and a prefill worker say to each other over ZMQ (seed N-39, N-40, N-52).
+"""What a decode worker and a prefill worker say to each other over ZMQ (N-39, N-40, N-52).
 
     decode (DEALER)                 prefill (ROUTER)
     Handshake        ->

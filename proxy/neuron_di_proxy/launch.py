@@ -1,4 +1,4 @@
-"""Runs one attempt: both legs start at once, their tokens become one sequence (seed N-24, N-25).
+"""Runs one attempt: both legs start at once, their tokens become one sequence (N-24, N-25).
 
       prefill   Token k -> Parked ------------------> Released     (or Token k -> Finished)
       decode    (connects, reserves, waits for KV) -> Token k+1 -> Token k+2 -> ... -> Finished

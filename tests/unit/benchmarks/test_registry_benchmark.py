@@ -31,9 +31,9 @@ def sample(way, workers, number, *, missing=0, **values):
 @pytest.fixture
 def report():
     report = RegistryReport("a command", "a machine", "a commit", 20.0)
-    report.notes = {"etcd": "ours", "embedded": "ours, too", "seed's way": "looks"}
+    report.notes = {"etcd": "ours", "embedded": "ours, too", "polling": "looks"}
     for number in (1, 2):
-        for way, slow in (("etcd", 2.0), ("embedded", 40.0), ("seed's way", 1500.0)):
+        for way, slow in (("etcd", 2.0), ("embedded", 40.0), ("polling", 1500.0)):
             report.samples.append(sample(way, 200, number, seen_p50_ms=slow * number))
     return report
 
@@ -51,17 +51,17 @@ def test_a_change_is_seen_when_a_later_one_of_its_worker_is():
 
 def test_ratios_are_within_rounds(report):
     beside = {row[1]: row for row in ratio_rows(report)}
-    assert set(beside) == {"embedded", "seed's way"}
+    assert set(beside) == {"embedded", "polling"}
     assert beside["embedded"][3] == "0.05 (0.05–0.05)"
     assert [row[:2] for row in rows_of(report)] == [
-        ("200", way) for way in ("etcd", "embedded", "seed's way")
+        ("200", way) for way in ("etcd", "embedded", "polling")
     ]
 
 
 def test_what_falls_short_is_ours_and_not_anothers(report):
     assert shortfalls(report) == []
     assert verdict(report).startswith("With 200 workers etcd takes 1.0 % of a core")
-    report.samples.append(sample("seed's way", 200, 3, missing=7, seen_p99_ms=3000.0))
+    report.samples.append(sample("polling", 200, 3, missing=7, seen_p99_ms=3000.0))
     assert shortfalls(report) == []
     report.samples.append(sample("etcd", 200, 3, missing=2, seen_p99_ms=1500.0))
     assert shortfalls(report) == [

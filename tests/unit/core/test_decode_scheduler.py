@@ -1,4 +1,4 @@
-"""Seed N-13 to N-15 and N-60 to N-64: received before it runs, and never on foreign KV."""
+"""N-13 to N-15 and N-60 to N-64: received before it runs, and never on foreign KV."""
 
 import pytest
 from core_kit import (

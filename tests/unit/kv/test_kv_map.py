@@ -1,4 +1,4 @@
-"""The seed's kv_map: what NxDI makes, and what is refused before anything is allocated by it."""
+"""AWS's kv_map: what NxDI makes, and what is refused before anything is allocated by it."""
 
 import json
 

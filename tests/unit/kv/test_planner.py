@@ -317,7 +317,7 @@ def test_all_ranks_share_the_work(senders, receivers):
     ],
 )
 def test_every_replica_can_have_its_own_copy(senders, receivers, expected):
-    """One head: which sender each receiver hears, by the seed's rule."""
+    """One head: which sender each receiver hears, by the document's rule."""
     source, destination = (rank_tensors(ranks, 1) for ranks in (senders, receivers))
     plan = Planner(source, destination, "each").plan([3], [4], 4)
     assert len(plan.fills) == 0

@@ -1,4 +1,4 @@
-"""The seed's four lists: both ends' halves of the same runs."""
+"""The four lists of AWS's document: both ends' halves of the same runs."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Who is connected to whom, and through which buffer (seed N-37, N-38, N-42 to N-44, N-47)."""
+"""Who is connected to whom, and through which buffer (N-37, N-38, N-42 to N-44, N-47)."""
 
 import asyncio
 import gc

@@ -83,7 +83,7 @@ async def test_lookup_waits_for_a_prefill_that_comes_later(prefill, decode):
 
 
 async def test_no_pull_before_ready_and_no_transfer_before_pull(bare, prefill, decode):
-    """The order of a hand-over (seed N-08, N-12)."""
+    """The order of a hand-over (N-08, N-12)."""
     waiting = look_up(decode, bare.address)
     await bare.hear(LookupAll)
     bare.send(NotYet(request_id=R, attempt=0))

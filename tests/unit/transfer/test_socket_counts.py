@@ -1,4 +1,4 @@
-"""How many sockets connections take (seed N-43, N-44), counted in ZMQ itself: real links."""
+"""How many sockets connections take (N-43, N-44), counted in ZMQ itself: real links."""
 
 import asyncio
 

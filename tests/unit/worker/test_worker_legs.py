@@ -195,7 +195,7 @@ async def test_decode_that_leaves_before_its_pull_gives_the_kv_back(prefill, dec
     await until(lambda: decode.status().num_running == 4)
     first, rest = (asyncio.create_task(leg) for leg in legs(prefill, decode, "late"))
     await until(lambda: decode.status().num_waiting == 1)
-    assert prefill.status().num_transferring == 1  # parked, and not pulled (seed N-13)
+    assert prefill.status().num_transferring == 1  # parked, and not pulled (N-13)
     rest.cancel()
     with pytest.raises(KvMissing, match="gave up"):
         await first
