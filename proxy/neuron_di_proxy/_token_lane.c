@@ -406,33 +406,40 @@ static void put_date(char *head, size_t size)
     memcpy(at, date, DATE_BYTES);
 }
 
-/* Begins a response with its head and a first chunk, and says so before anything else is written.
- * May run Python. */
+/* Says that a response was begun, also where an exception is on its way. Runs Python. */
+static int tell_begun(PyObject *begun)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyObject *done = PyObject_CallNoArgs(begun);
+    int rc = done == NULL || type != NULL ? -1 : 0;
+    Py_XDECREF(done);
+    if (type != NULL)
+        PyErr_Restore(type, error, traceback); /* and drops what there was of the call */
+    return rc;
+}
+
+/* Begins a response with its head and a first chunk, and says so. May run Python. */
 static int lane_begin(Lane *self, Outlet *outlet, const char *chunk, size_t size)
 {
-    PyObject *head = outlet->head, *begun = Py_NewRef(self->begun), *done = NULL, *rest = NULL;
+    PyObject *head = outlet->head, *begun = Py_NewRef(self->begun);
     outlet->head = NULL; /* it is ours, and nobody's twice */
     size_t head_size = (size_t)PyBytes_GET_SIZE(head);
     PyObject *all = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(head_size + size));
+    int rc = -1;
     if (all != NULL) {
         char *data = PyBytes_AS_STRING(all);
         memcpy(data, PyBytes_AS_STRING(head), head_size);
         put_date(data, head_size);
         memcpy(data + head_size, chunk, size);
-        outlet->has_written = 1;
-        Py_ssize_t num_sent = outlet_send(outlet, data, PyBytes_GET_SIZE(all));
-        rest = PyBytes_FromStringAndSize(data + num_sent, PyBytes_GET_SIZE(all) - num_sent);
-        if (rest != NULL)
-            done = PyObject_CallNoArgs(begun);
+        /* What is left is in the transport before anybody may write behind it. */
+        rc = outlet_write_directly(outlet, data, PyBytes_GET_SIZE(all));
+        if (tell_begun(begun) < 0)
+            rc = -1;
     }
-    int rc = done == NULL ? -1 : 0;
-    if (rc == 0 && PyBytes_GET_SIZE(rest) > 0)
-        rc = outlet_hand_over(outlet, rest);
     Py_DECREF(head);
     Py_DECREF(begun);
     Py_XDECREF(all);
-    Py_XDECREF(done);
-    Py_XDECREF(rest);
     return rc;
 }
 

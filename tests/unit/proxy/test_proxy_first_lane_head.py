@@ -125,20 +125,98 @@ def test_a_client_that_takes_only_a_part_gets_the_rest_from_its_transport():
     begun = []
     lane = rig.lane(begun=lambda: begun.append(len(rig.transport.written)))
     relay_told(payload_of([(7, 0, 100, "t0")]), {7: lane}, 1.0)
-    assert begun == [0], "before more is written"
+    assert begun == [1], "whoever hears of it may write behind it"
     received = rig.received()
     assert 0 < len(received) < len(sent)
     assert received + b"".join(rig.transport.written) == sent + chunk_of(event_of("t0"))
     rig.close()
 
 
-def test_a_failure_of_who_is_told_is_the_lanes():
+def everything(rig):
+    return rig.received() + b"".join(rig.transport.written)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_written_behind_a_begin_follows_all_of_it(fails):
+    rig = Rig()
+    sent = rig.outlet.head = bytes(8 << 20)
+
+    def begun():
+        rig.transport.num_waiting = 1
+        if fails:
+            raise ZeroDivisionError
+        rig.outlet.write(b"next")
+
+    _, _, failures = relay_told(payload_of([(7, 0, 100, "t0")]), {7: rig.lane(begun=begun)}, 1.0)
+    assert [(number, type(error)) for number, error in failures] == (
+        [(7, ZeroDivisionError)] if fails else []
+    )
+    if fails:
+        rig.outlet.write(b"next")
+    assert everything(rig) == sent + chunk_of(event_of("t0")) + b"next"
+    rig.close()
+
+
+def test_a_transport_that_fails_is_the_lanes_failure_and_the_response_has_begun():
+    rig = Rig()
+    rig.outlet.head = bytes(8 << 20)
+    rig.transport.write = lambda _: 1 / 0
+    begun = []
+    lane = rig.lane(begun=lambda: begun.append(1))
+    _, _, failures = relay_told(payload_of([(7, 0, 100, "t0")]), {7: lane}, 1.0)
+    assert [type(error) for _, error in failures] == [ZeroDivisionError]
+    assert begun == [1]
+    rig.close()
+
+
+def test_a_first_token_among_those_that_are_gathered_has_its_head():
+    rig, others = Rig(), [Rig() for _ in range(20)]
+    lanes = {100 + index: each.lane() for index, each in enumerate(others)}
+    rig.outlet.head = b"head"
+    begun = []
+    lanes[7] = rig.lane(begun=lambda: begun.append(rig.received()))
+    tokens = [(number, 0, 1, "t0") for number in lanes]
+    assert relay_told(payload_of(tokens), lanes, 1.0) == ([], None, [])
+    assert begun == [b"head" + chunk_of(event_of("t0"))]
+    assert all(each.received() == chunk_of(event_of("t0")) for each in others)
+    for each in (rig, *others):
+        each.close()
+
+
+@pytest.mark.parametrize("what", ["lane", "head", "transport"])
+def test_what_goes_while_the_transport_is_asked_is_not_used(what):
     rig = Rig()
     rig.outlet.head = b"head"
-    lane = rig.lane(begun=lambda: 1 / 0)
+    rig.outlet.block()
+    lane = rig.lane(begun=lambda: pytest.fail("it was not begun"))
+
+    def is_closing():
+        if what == "lane":
+            lane.close()
+        elif what == "head":
+            rig.outlet.head = None
+        else:
+            raise ZeroDivisionError
+        return False
+
+    rig.transport.is_closing = is_closing
     _, _, failures = relay_told(payload_of([(7, 0, 100, "t0")]), {7: lane}, 1.0)
-    assert [(number, type(error)) for number, error in failures] == [(7, ZeroDivisionError)]
+    assert len(failures) == (what == "transport")
+    assert rig.received() == b""
+    assert rig.events == ([event_of("t0")] if what == "head" else [])
     rig.close()
+
+
+@pytest.mark.parametrize("num_waiting", [0, 5])
+def test_either_way_the_answer_hears_of_its_first_event(streamed, num_waiting):
+    noted = []
+    streamed.sink._answer.note_first = noted.append
+    lane = first_of(streamed)
+    streamed.rig.transport.num_waiting = num_waiting
+    streamed.rig.outlet.has_written = False
+    tell(lane, 0)
+    assert noted == [0]
+    assert streamed.rig.outlet.has_written
 
 
 @pytest.mark.parametrize("head", [1, "text", bytearray(b"x")])
