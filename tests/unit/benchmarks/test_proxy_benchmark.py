@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
+from urllib.request import urlopen
 
 import pytest
 
-from benchmarks.contenders.proxies import ProxyCommand, direct
+from benchmarks.contenders.proxies import ProxyCommand, direct, ours
 from benchmarks.proxy import cells_of, make_parser, requests_per_stream
 from benchmarks.proxy_load import Load, Run, Stream
 from benchmarks.proxy_plot import plot_proxies
-from benchmarks.proxy_process import RunningProxy, stub_workers
+from benchmarks.proxy_process import START_TIMEOUT_S, RunningProxy, free_ports, stub_workers
 from benchmarks.proxy_prompts import FIRST_TOKEN, added, growth, growth_findings, prompt_tables
 from benchmarks.proxy_report import Cell, ProxyReport, Sample, row_of, stream_rows
 from benchmarks.proxy_text import findings, pages_of, verdict, write_report
@@ -27,6 +29,22 @@ def test_every_token_of_the_stub_reaches_the_client():
     assert (seen["short"], seen["cut"], seen["refused"], seen["late"]) == (0, 0, 0, 0)
     assert seen["client_cpu_s"] > 0
     assert 0 < seen["travel_ns"]["p50"] <= seen["travel_ns"]["p99"] <= seen["travel_ns"]["most"]
+
+
+def test_the_stub_workers_pass_the_proxys_self_test(tmp_path):
+    """Or each request would pay for a pair that is taken to be broken."""
+    with stub_workers(0.002) as stubs, (tmp_path / "log").open("w+") as log:
+        proxy = RunningProxy(ours(stubs, *free_ports(1)), log)
+        try:
+            proxy.until_ready()
+            end_s = time.monotonic() + START_TIMEOUT_S
+            pairs = []
+            while not pairs and time.monotonic() < end_s:
+                with urlopen(f"http://127.0.0.1:{proxy.port}/status", timeout=10) as status:
+                    pairs = json.load(status)["pairs"]
+        finally:
+            proxy.end()
+    assert [(pair["outcome"], pair["reason"]) for pair in pairs] == [("ok", "")]
 
 
 def answer(*events, status=b"200 OK", end=b"0\r\n\r\n"):
