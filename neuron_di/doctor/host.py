@@ -5,7 +5,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from neuron_di.config import FrontOptions, connections_within
 from neuron_di.config.control_group import core_quota, memory_limit
+from neuron_di.config.descriptor_limit import DESCRIPTORS_MIN
 from neuron_di.doctor.amounts import counted, in_bytes
 from neuron_di.doctor.finding import Fact, Finding, Grade
 from neuron_di.doctor.limits import Limit, limit_of
@@ -15,7 +17,6 @@ from neuron_di.doctor.options import DoctorOptions
 MEMORY_BYTES_MIN = 1 << 30  # torch and a small model, in two workers
 DISK_BYTES_MIN = 1 << 30
 SHARED_BYTES_MIN = 256 << 20
-DESCRIPTORS_MIN = 4096 + 256  # a proxy's --connections-max by default, and what else it has open
 _CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK, in linux/capability.h
 
 
@@ -107,12 +108,14 @@ def _memory(machine: Machine) -> Finding:
 def _descriptors(machine: Machine) -> Finding:
     limit = limit_of(machine, "Max open files") or Limit(soft=None, hard=None)
     facts: dict[str, Fact] = {"soft": limit.soft, "hard": limit.hard}
-    if limit.hard is not None and limit.hard < DESCRIPTORS_MIN:
+    wanted = FrontOptions().connections_max
+    num = wanted if limit.hard is None else connections_within(limit.hard, wanted)
+    if limit.hard is not None and num < wanted:
         return Finding(
             check="host.descriptors",
-            grade=Grade.WARNING,
-            says=f"a process may have {limit.hard:,} files and sockets open, and a proxy takes "
-            "4,096 connections unless --connections-max says otherwise",
+            grade=Grade.WARNING if limit.hard >= DESCRIPTORS_MIN else Grade.FAILED,
+            says=f"a process may have {limit.hard:,} files and sockets open: a proxy takes {num:,} "
+            f"connections at most, where its default is {wanted:,}",
             mend="Raise the hard limit nofile (LimitNOFILE= of a systemd unit), or lower "
             "--connections-max; the soft limit is raised by the server itself.",
             facts=facts,

@@ -80,6 +80,8 @@ class SocketReply:
     ) -> None:
         if self.has_begun:
             raise LocalProtocolError("a response begins once")
+        if length is not None:
+            self._has_length, self._is_chunked = True, False
         data = self._head(status, headers, length) + self._framed(first)
         self._outlet.head = None
         self._outlet.block()  # others may have written
@@ -91,8 +93,6 @@ class SocketReply:
         lines += [f"{name}: {value}\r\n" for name, value in headers]
         if length is not None:
             lines.append(f"content-length: {length}\r\n")
-            self._has_length = True
-            self._is_chunked = False
         head = "".join(lines)
         if head.count("\r") != len(lines) or head.count("\n") != len(lines):
             raise LocalProtocolError("a header of the response has a line end in it")

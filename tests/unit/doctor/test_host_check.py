@@ -149,6 +149,10 @@ def test_only_the_hard_limit_of_descriptors_matters(tmp_path: Path) -> None:
     few = found(check, make_machine(tmp_path, {"/proc/self/limits": limits}))["host.descriptors"]
     assert few.grade is Grade.WARNING
     assert "4,096 files" in few.says
+    assert "3,840 connections" in few.says
+    limits = LIMITS.replace("1048576", "63     ")
+    none = found(check, make_machine(tmp_path / "63", {"/proc/self/limits": limits}))
+    assert none["host.descriptors"].grade is Grade.FAILED, "nothing of ours starts"
 
 
 def test_locked_memory_matters_where_an_adapter_needs_it(tmp_path: Path) -> None:
