@@ -41,7 +41,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("without-torch")
     venv.create(folder, symlinks=True, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
-    for site_packages in map(Path, site.getsitepackages()):
+    for site_packages in filter(Path.is_dir, map(Path, site.getsitepackages())):
         for each in site_packages.iterdir():
             is_torch = each.name == "torch" or each.name.startswith("torch-")
             if not is_torch and not (packages / each.name).exists():
