@@ -27,7 +27,7 @@ from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, Worke
 from neuron_di.kv.device_copies import DeviceCopies
 from neuron_di.kv.device_loss import DeviceLoss
 from neuron_di.kv.device_memory import DeviceMemory
-from neuron_di.kv.digest import KvIdentity, digests_of
+from neuron_di.kv.digest import KvIdentity, block_digests, digests_of
 from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.mirror_pages import drop_blocks
 from neuron_di.kv.pool import KvPool, head_bytes, segment_bytes
@@ -258,6 +258,11 @@ class DevicePool(DeviceLoss, KvPool):
             self._to_mirror(ids, None, num_readers=0)
             on_device = frozenset()
         size, whole = self.layout.block_bytes, self._mirror
+        if not on_device:
+            with self.hold():
+                return block_digests(
+                    whole, ids, identity, self.layout, num_tokens, first_place=first_place
+                )
         with (
             self.hold(),
             contextlib.closing(self.read_blocks([n for n in ids if n in on_device])) as found,

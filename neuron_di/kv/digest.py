@@ -7,7 +7,7 @@ block's place in its request, so that the right bytes of the wrong request do no
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -15,8 +15,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from neuron_di.errors import LocalProtocolError
 from neuron_di.kv.layout import KvLayout
-from neuron_di.kv.runs import Memory
+from neuron_di.kv.runs import BlockIds, Memory, ids_below
 from neuron_di.types import Incarnation, RequestId, WorkerId
+from neuron_di_bindings.block_hash import hash_blocks
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -40,7 +41,7 @@ class KvIdentity:
 
 def block_digests(
     memory: Memory,
-    block_ids: Sequence[int],
+    block_ids: BlockIds,
     identity: KvIdentity,
     layout: KvLayout,
     num_tokens: int,
@@ -57,11 +58,17 @@ def block_digests(
     """
     block_bytes = layout.block_bytes
     num_blocks = memory.num_bytes // block_bytes
-    if len(block_ids) and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
+    ids = ids_below(block_ids, num_blocks)
+    if ids is None:
         raise LocalProtocolError(f"a block outside of a memory of {num_blocks}")
-    whole = memoryview((ctypes.c_uint8 * memory.num_bytes).from_address(memory.address)).cast("B")
-    blocks = (whole[n * block_bytes : (n + 1) * block_bytes] for n in block_ids)
-    return digests_of(blocks, len(block_ids), identity, layout, num_tokens, first_place=first_place)
+    _check_count(len(ids), layout, num_tokens)
+    seed, num_whole = identity.seed() + first_place, _num_whole(layout, num_tokens)
+    found = hash_blocks(memory.address, ids[:num_whole], block_bytes, seed)
+    for place, block_id in enumerate(ids[num_whole:].tolist(), num_whole):
+        address = memory.address + block_id * block_bytes
+        block = memoryview((ctypes.c_uint8 * block_bytes).from_address(address))
+        found.append(_used_digest(block, layout, num_tokens, place, seed))
+    return found
 
 
 def digests_of(
@@ -75,28 +82,36 @@ def digests_of(
 ) -> list[int]:
     """The same, of `num_blocks` blocks' bytes wherever they are. Each is read before the next is
     asked for."""
-    if num_blocks != layout.num_blocks_for(num_tokens):
-        raise LocalProtocolError(f"{num_blocks} blocks for {num_tokens} tokens")
-    seed, block_size = identity.seed(), layout.block_size
+    _check_count(num_blocks, layout, num_tokens)
+    seed, num_whole = identity.seed() + first_place, _num_whole(layout, num_tokens)
     digests = []
-    # Blocks are many: what is the same for all of them is reckoned once.
-    num_whole = num_tokens // block_size if layout.num_replicas == 1 else 0
     for place, block in enumerate(blocks):
-        block_seed = (seed + first_place + place) & _SEED_MASK
         if place < num_whole:
-            digests.append(xxh3_64_intdigest(block, seed=block_seed))
+            digests.append(xxh3_64_intdigest(block, seed=(seed + place) & _SEED_MASK))
         else:
-            num_used = min(block_size, num_tokens - place * block_size)
-            digests.append(_used_digest(block, layout, num_used, block_seed))
+            digests.append(_used_digest(block, layout, num_tokens, place, seed))
     return digests
 
 
-def _used_digest(block: memoryview, layout: KvLayout, num_used: int, seed: int) -> int:
-    """Of the tokens that it holds, each head once."""
+def _check_count(num_blocks: int, layout: KvLayout, num_tokens: int) -> None:
+    if num_blocks != layout.num_blocks_for(num_tokens):
+        raise LocalProtocolError(f"{num_blocks} blocks for {num_tokens} tokens")
+
+
+def _num_whole(layout: KvLayout, num_tokens: int) -> int:
+    """Blocks of which each byte is read, in the order in which they lie."""
+    return num_tokens // layout.block_size if layout.num_replicas == 1 else 0
+
+
+def _used_digest(
+    block: memoryview, layout: KvLayout, num_tokens: int, place: int, seed: int
+) -> int:
+    """Of the tokens that it holds, each head once. `seed` is that of the block at place 0."""
+    num_used = min(layout.block_size, num_tokens - place * layout.block_size)
     num_rows = layout.num_layers * 2 * layout.num_rank_heads
     used_bytes = layout.rank_bytes // num_rows // layout.block_size * num_used
     ranks = np.frombuffer(block, np.uint8).reshape(layout.num_ranks, num_rows, -1)
-    state = xxh3_64(seed=seed)
+    state = xxh3_64(seed=(seed + place) & _SEED_MASK)
     for rank in ranks[:: layout.num_replicas]:
         state.update(np.ascontiguousarray(rank[:, :used_bytes]).data)
     return state.intdigest()

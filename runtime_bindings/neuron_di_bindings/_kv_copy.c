@@ -335,6 +335,36 @@ static PyObject *py_are_sound(PyObject *module, PyObject *const *args, Py_ssize_
     return result;
 }
 
+typedef uint64_t (*Hash)(const void *bytes, size_t length, uint64_t seed);
+
+static void hash_blocks(Hash hash, const char *base, int64_t block_bytes, uint64_t seed,
+                        const int64_t *ids, uint64_t *hashes, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++)
+        hashes[i] = hash(base + ids[i] * block_bytes, block_bytes, seed + i);
+}
+
+static PyObject *py_hash_blocks(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    int64_t numbers[3]; /* the addresses of the function and of block 0, and bytes of a block */
+    Lists lists;
+    if (!has_count(num_args, 6) || !read_numbers(args, numbers, 3)) return NULL;
+    const uint64_t seed = PyLong_AsUnsignedLongLong(args[3]);
+    if ((seed == UINT64_MAX && PyErr_Occurred()) || !open_lists(&lists, args + 4, 2, 1)) return NULL;
+    const Py_buffer *list = lists.buffers;
+    const Py_ssize_t count = count_of(&lists, 0);
+    const int is_right = count_of(&lists, 1) == count;
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        hash_blocks((Hash)(intptr_t)numbers[0], (const char *)(intptr_t)numbers[1], numbers[2],
+                    seed, list[0].buf, list[1].buf, count);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_SetString(PyExc_ValueError, "the lists differ in length");
+    }
+    close_lists(&lists);
+    return is_right ? Py_NewRef(Py_None) : NULL;
+}
+
 #define FAST(NAME, HELP) \
     { #NAME, (PyCFunction)(void (*)(void))py_##NAME, METH_FASTCALL, HELP }
 
@@ -349,6 +379,8 @@ static PyMethodDef functions[] = {
     FAST(are_below, "are_below(ids, end): whether each is of 0 to end - 1."),
     FAST(are_sound, "are_sound(source_offsets, destination_offsets, lengths, ids, source_bytes, "
                     "destination_bytes, ids_end): whether a transfer surely may start."),
+    FAST(hash_blocks, "hash_blocks(hash, address, block_bytes, seed, ids, hashes): fills the last, "
+                      "by a function of bytes, length and seed."),
     FAST(are_words, "are_words(words, ids, numbers, tag, number_max): whether all are as said."),
     {NULL},
 };

@@ -55,3 +55,12 @@ def are_sound(
 def are_words(
     words: NDArray[np.uint64], ids: _Numbers, numbers: _Numbers, tag: int, number_max: int, /
 ) -> bool: ...
+def hash_blocks(
+    hash_function: int,
+    address: int,
+    block_bytes: int,
+    seed: int,
+    ids: _Ints,
+    hashes: NDArray[np.uint64],
+    /,
+) -> None: ...

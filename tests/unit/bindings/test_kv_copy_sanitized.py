@@ -19,11 +19,11 @@ import sys
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 import numpy as np
-from neuron_di_bindings import block_runs, run_copy
+from neuron_di_bindings import block_hash, block_runs, run_copy
 
 loader = ExtensionFileLoader("_kv_copy", sys.argv[1])
 library = module_from_spec(spec_from_loader("_kv_copy", loader))
-for user in (block_runs, run_copy):
+for user in (block_hash, block_runs, run_copy):
     user._kv_copy, user._IS_COMPILED = library, True
 excess = int(sys.argv[2])
 rng = np.random.default_rng(3)
@@ -78,6 +78,7 @@ for count in [1, 2, *rng.integers(1, 300, 150).tolist()]:
     assert block_runs.are_sound(*rows, ids, end, end, count)
     assert not block_runs.are_sound(*rows, ids, end, end - 1, count)
     assert count < 2 or not block_runs.are_sound(*rows, ids, end, end, count - 1)
+    assert len(block_hash.hash_blocks(rows[0].ctypes.data, ids, 8, 2**64 - 2)) == count
     if count > 1:
         rows[1][0] = rows[1][1]
         assert not block_runs.are_sound(*rows, ids, end, 2 * end, count)
