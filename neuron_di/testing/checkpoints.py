@@ -6,7 +6,6 @@ their size, which makes greedy output depend on every part of the computation.
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from neuron_di.models import ModelSpec, ModelWeights
+from neuron_di.testing.corpus import corpus
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 Size = Literal["tiny", "25m", "125m"]
@@ -93,7 +93,7 @@ _SHAPES: dict[Size, dict[str, int]] = {
         "head_dim": 64,
     },
 }
-_CORPUS_BYTES: dict[Size, int] = {"tiny": 1 << 20, "25m": 3 << 20, "125m": 8 << 20}
+_CORPUS_CHARS: dict[Size, int] = {"tiny": 1 << 19, "25m": 1 << 20, "125m": 4 << 20}
 
 
 def write_random_checkpoint(
@@ -112,7 +112,7 @@ def write_random_checkpoint(
 
     `folder` is created. `tied` None: untied for tiny llama and mistral, tied otherwise. `config`
     overrides keys of config.json. `chat_template` TOOL_CHAT_TEMPLATE takes tools, and marks
-    reasoning. The same arguments give the same weights.
+    reasoning. The same arguments give the same weights and tokenizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(_tokenizer_json(size))
@@ -208,7 +208,7 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], num_shards: int) ->
 
 @cache
 def _tokenizer_json(size: Size) -> str:
-    """A byte-level BPE trained on Python's standard library, which is always at hand."""
+    """A byte-level BPE."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -218,19 +218,8 @@ def _tokenizer_json(size: Size) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(_CORPUS_BYTES[size]), trainer)
+    tokenizer.train_from_iterator(corpus(_CORPUS_CHARS[size]), trainer)
     return str(tokenizer.to_str())
-
-
-def _corpus(num_bytes: int) -> list[str]:
-    texts: list[str] = []
-    for path in sorted(Path(os.__file__).parent.rglob("*.py")):
-        if num_bytes <= 0:
-            break
-        if "site-packages" not in path.parts:
-            texts.append(path.read_text(encoding="utf-8", errors="replace"))
-            num_bytes -= len(texts[-1])
-    return texts
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
