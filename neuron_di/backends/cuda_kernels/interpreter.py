@@ -1,4 +1,4 @@
-"""What Triton 3.6's interpreter needs before these kernels run in it on a CPU.
+"""What Triton's interpreter (3.6 to 3.9) needs before these kernels run in it on a CPU.
 
 Three mends, none of which a compiled kernel ever sees: a loop's bounds are arrays of one element,
 which NumPy 2.4 no longer turns into integers; bfloat16 numbers are kept as 16-bit integers, and
