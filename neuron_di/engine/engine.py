@@ -18,21 +18,14 @@ from neuron_di.clock import now_s
 from neuron_di.core import (
     BlockCount,
     CompletionToken,
+    DecodeBatch,
     DecodeScheduler,
     PrefillChunk,
     PrefillScheduler,
     Scheduler,
     StepPlan,
 )
-from neuron_di.engine.events import (
-    Broken,
-    Emitted,
-    Ended,
-    EngineEvent,
-    Key,
-    PrefillParked,
-    Timing,
-)
+from neuron_di.engine.events import Broken, Emitted, Ended, EngineEvent, Key, PrefillParked, Timing
 from neuron_di.engine.live import Live
 from neuron_di.engine.next_tokens import next_tokens
 from neuron_di.engine.prompt_scores import PromptScores
@@ -186,11 +179,26 @@ class Engine:
         plan = self._schedule()
         if plan is None:
             return False
-        logits = self._compute(plan)
-        if logits is not None:
-            self._postprocess(plan, logits)
+        self._carry_out(plan)
         self.num_steps += 1
         return True
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        try:
+            logits = self._prefill(plan) if isinstance(plan, PrefillChunk) else self._decode(plan)
+        except BackendLost:
+            raise  # no other step can succeed either
+        except Exception as error:
+            if len(plan.requests) == 1:
+                self._fail(plan.requests[0], error)
+                return
+            _log.exception("step_failed", num_requests=len(plan.requests))
+            for request in plan.requests:  # one of them may fail it, and would fail it anywhere
+                self._carry_out(DecodeBatch((request,)))
+            return
+        plan.mark_computed()
+        if logits is not None:
+            self._postprocess(plan, logits)
 
     def _schedule(self) -> StepPlan | None:
         scheduler = self._scheduler
@@ -204,33 +212,21 @@ class Engine:
             live.timing.queued_s, live.since_s = now_s() - live.since_s, now_s()
         return plan
 
-    def _compute(self, plan: StepPlan) -> "Tensor | None":
-        """Run the plan. Logits of the requests that get a token now; None when nobody does."""
-        try:
-            if isinstance(plan, PrefillChunk):
-                reach("prefilling")
-                last = self._prefill(plan)
-                logits = None if last is None else last.unsqueeze(0)
-            else:
-                if is_watched() and any(len(each.generated) >= 3 for each in plan.requests):
-                    reach("decoding")
-                logits = self._backend.decode(plan)
-        except BackendLost:
-            raise  # no other step can succeed either
-        except Exception as error:  # one bad step must not end the other requests
-            for request in plan.requests:
-                self._fail(request, error)
-            return None
-        plan.mark_computed()
-        return logits
-
     def _prefill(self, chunk: PrefillChunk) -> "Tensor | None":
+        """Logits of the request's next token; None when it gets none now."""
+        reach("prefilling")
         after_layer = self.watch_layers(chunk)
         hooks: dict[str, Any] = {} if after_layer is None else {"after_layer": after_layer}
         prompt = self._live[chunk.request.key].prompt
         if prompt is not None and prompt.needs_logits and not chunk.is_replay:
             hooks["read_logits"] = prompt.read
-        return self._backend.prefill(chunk, **hooks)
+        last = self._backend.prefill(chunk, **hooks)
+        return None if last is None else last.unsqueeze(0)
+
+    def _decode(self, batch: DecodeBatch) -> "Tensor":
+        if is_watched() and any(len(each.generated) >= 3 for each in batch.requests):
+            reach("decoding")
+        return self._backend.decode(batch)
 
     def _postprocess(self, plan: StepPlan, logits_BV: "Tensor") -> None:
         tokens = next_tokens(self._backend, logits_BV, plan.requests, self._eos_token_ids)

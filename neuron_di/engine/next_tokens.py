@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 from neuron_di.backends import Backend
 from neuron_di.engine.sampler import SampledToken, sample
 from neuron_di.errors import BackendLost
+from neuron_di.obs import get_logger
 from neuron_di.request import Request
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_log = get_logger(__name__)
 
 
 def next_tokens(
@@ -23,7 +26,7 @@ def next_tokens(
     BackendLost where the device is.
     """
     try:
-        drawn = backend.draw(logits_BV, requests)
+        drawn = _drawn(backend, logits_BV, requests)
         rows_BV = logits_BV.cpu() if None in drawn else logits_BV
     except BackendLost:
         raise
@@ -39,3 +42,15 @@ def next_tokens(
         except Exception as error:
             tokens.append(error)
     return tokens
+
+
+def _drawn(backend: Backend, logits_BV: "Tensor", requests: Sequence[Request]) -> list[int | None]:
+    """What the device chose. Where it failed, by whichever row, nothing: the host then finds out
+    whose row is of no use."""
+    try:
+        return backend.draw(logits_BV, requests)
+    except BackendLost:
+        raise
+    except Exception:
+        _log.exception("draw_failed", num_requests=len(requests))
+        return [None] * len(requests)

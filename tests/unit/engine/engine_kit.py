@@ -9,6 +9,7 @@ from neuron_di.backends.cpu import CpuBackend
 from neuron_di.core import (
     BlockPool,
     CombinedScheduler,
+    DecodeBatch,
     DecodeScheduler,
     PrefillScheduler,
     Scheduler,
@@ -26,10 +27,15 @@ LIMITS = {"block_size": BLOCK_SIZE, "waiting_max": 8}
 
 
 class Backend(CpuBackend):
-    """The CPU's; it fails or gives unusable logits when a test says so."""
+    """The CPU's; it fails or gives unusable logits when a test says so.
+
+    `culprits`: requests with which no decode step, and nothing drawn, succeeds.
+    """
 
     failures: list[Exception]
     spoilt_rows: list[int]
+    culprits: set[str]
+    batches: list[list[str]]  # that were tried
 
     def __init__(self, folder: Path) -> None:
         spec = ModelSpec.from_folder(folder)
@@ -43,7 +49,7 @@ class Backend(CpuBackend):
                 num_threads=1,
             )
         )
-        self.failures, self.spoilt_rows = [], []
+        self.failures, self.spoilt_rows, self.culprits, self.batches = [], [], set(), []
         self.pool.tensor().fill_(float("nan"))  # what was never written must never be read
 
     def prefill(self, *args: Any, **fields: Any) -> Any:
@@ -51,13 +57,23 @@ class Backend(CpuBackend):
             raise self.failures.pop()
         return super().prefill(*args, **fields)
 
-    def decode(self, *args: Any) -> Any:
+    def decode(self, batch: DecodeBatch) -> Any:
+        self.batches.append([request.request_id for request in batch.requests])
         if self.failures:
             raise self.failures.pop()
-        logits_BV = super().decode(*args)
+        self._check(batch.requests)
+        logits_BV = super().decode(batch)
         while self.spoilt_rows:
             logits_BV[self.spoilt_rows.pop()] = float("nan")
         return logits_BV
+
+    def draw(self, logits_BV: Any, requests: Sequence[Request]) -> list[int | None]:
+        self._check(requests)
+        return super().draw(logits_BV, requests)
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        if self.culprits.intersection(request.request_id for request in requests):
+            raise RuntimeError("out of luck")
 
 
 class Rig:

@@ -5,6 +5,7 @@ from engine_kit import BLOCK_SIZE, NUM_BLOCKS, indices, key, of, token_ids
 
 from neuron_di.engine import Broken, Emitted, Ended, PrefillParked
 from neuron_di.errors import (
+    BackendLost,
     CapacityError,
     KvChanged,
     LocalProtocolError,
@@ -244,23 +245,81 @@ def test_refused_requests_end_with_their_reason(make_rig):
     assert len([event for event in events if isinstance(event, Ended)]) == 8
 
 
-def test_a_failing_decode_step_breaks_its_own_requests_only(make_rig):
+def decoding(make_rig, names, **fields):
+    """A rig in whose next turn these are decoded together."""
     rig = make_rig("decode")
-    for name in "ab":
-        rig.engine.submit(rig.received(name, max_tokens=10))
+    for name in names:
+        rig.engine.submit(rig.received(name, **fields))
     rig.turn()
-    for name in "ab":
+    for name in names:
         rig.complete(name)
     rig.turn()
+    rig.backend.batches.clear()
+    return rig
+
+
+def test_a_request_that_fails_the_step_of_others_ends_alone(make_rig):
+    undisturbed = decoding(make_rig, "abc", max_tokens=10)
+    undisturbed.turn_until_idle()
+    rig = decoding(make_rig, "abc", max_tokens=10)
+    rig.backend.culprits = {"b"}
+    events = rig.turn()
+    assert rig.backend.batches == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+    (broken,) = [event for event in events if isinstance(event, Broken)]
+    assert broken.key == key("b")
+    assert isinstance(broken.error, WorkerFailed)
+    assert "out of luck" not in str(broken)
+    rig.turn_until_idle()
+    for name in "ac":
+        assert said(of(rig.events, name)) == said(of(undisturbed.events, name))
+        assert isinstance(of(rig.events, name)[-1], Ended)
+
+
+def said(events):
+    return [event.token for event in events if isinstance(event, Emitted)]
+
+
+def test_a_step_that_fails_once_costs_nobody_anything(make_rig):
+    rig = decoding(make_rig, "ab", max_tokens=10)
+    rig.backend.failures.append(RuntimeError("out of luck"))
+    events = rig.turn()
+    assert [type(event) for event in events] == [Emitted, Emitted]
+    assert rig.backend.batches == [["a", "b"], ["a"], ["b"]]
+
+
+def test_where_every_step_fails_everybody_is_told(make_rig):
+    rig = decoding(make_rig, "ab", max_tokens=10)
     rig.engine.submit(rig.received("c", max_tokens=3))
     rig.turn()
-    rig.backend.failures.append(RuntimeError("out of luck"))
-    broken = rig.turn()
-    assert [event.key for event in broken] == [key("a"), key("b")]
-    assert all(isinstance(event.error, WorkerFailed) for event in broken)
-    assert "out of luck" not in str(broken)
+    rig.backend.culprits = {"a", "b"}
+    assert [event.key for event in rig.turn()] == [key("a"), key("b")]
     rig.complete("c")
     assert isinstance(rig.turn_until_idle()[-1], Ended)
+
+
+def test_a_lost_backend_is_not_tried_again(make_rig):
+    rig = decoding(make_rig, "ab", max_tokens=10)
+    rig.backend.failures.append(BackendLost("gone"))
+    assert [type(event.error) for event in rig.turn()] == [WorkerFailed, WorkerFailed]
+    assert len(rig.backend.batches) == 1
+    assert rig.engine.has_failed
+
+
+def test_where_nothing_can_be_drawn_the_host_chooses(make_rig, monkeypatch):
+    undisturbed = decoding(make_rig, "ab", max_tokens=5)
+    undisturbed.turn_until_idle()
+    rig = decoding(make_rig, "ab", max_tokens=5)
+    drawn = []
+
+    def draw(logits_BV, requests):
+        drawn.append(len(requests))
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(rig.backend, "draw", draw)
+    rig.turn_until_idle()
+    for name in "ab":
+        assert said(of(rig.events, name)) == said(of(undisturbed.events, name))
+    assert drawn
 
 
 def test_a_failing_chunk_breaks_its_own_request_only(make_rig):
