@@ -3,23 +3,19 @@
 import zmq
 import zmq.asyncio
 
+from neuron_di.dead_hosts import notice_dead_hosts
 from neuron_di.wire import REGISTRY_BYTES_MAX
-
-_HEARTBEAT_MS = 1000
-_HEARTBEAT_TIMEOUT_MS = 3000
 
 
 def open_socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asyncio.Socket:
     """A ROUTER or DEALER for this address, neither bound nor connected yet.
 
-    It never delays a shutdown, refuses large messages and notices a peer that is gone.
+    It never delays a shutdown, refuses large messages and notices a host that is gone.
     """
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, REGISTRY_BYTES_MAX)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
+    notice_dead_hosts(socket)
     # Only where needed: it would make IPv4 addresses appear in their IPv6 form.
     socket.setsockopt(zmq.IPV6, "[" in address)
     if kind == zmq.ROUTER:

@@ -13,7 +13,7 @@ from neuron_di.testing.faults import Faults
 from neuron_di.testing.virtual_loop import Process, VirtualLoop
 
 LATENCY_S_MIN = 0.000_1
-RESET_TIMEOUT_S = 3.0  # until a death is noticed at the other side of a cut: ZMQ's heartbeat
+RESET_TIMEOUT_S = 3.0  # until a death is noticed at the other side of a cut: TCP's keepalive
 
 
 class Network:

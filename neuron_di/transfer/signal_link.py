@@ -14,6 +14,7 @@ from typing import Protocol
 
 import zmq
 
+from neuron_di.dead_hosts import notice_dead_hosts
 from neuron_di.errors import ConfigError, PeerGone, PeerRefused
 from neuron_di.obs import LimitedLogger
 from neuron_di.transfer.door import Door, Guard
@@ -24,8 +25,6 @@ from neuron_di.wire.codec import SIGNAL_BYTES_MAX
 _refusals = LimitedLogger(__name__)
 
 QUEUED_MESSAGES_MAX = 10_000
-HEARTBEAT_INTERVAL_MS = 1_000
-HEARTBEAT_TIMEOUT_MS = 3_000
 CONNECT_TIMEOUT_MS = 2_000
 HANDSHAKE_TIMEOUT_S = 5.0  # beside the time that an unknown key is waited for
 # One may be broken off by a process that ended; so many in a row have a reason.
@@ -94,9 +93,8 @@ def _limit(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES_MAX)
     socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES_MAX)
     socket.setsockopt(zmq.MAXMSGSIZE, SIGNAL_BYTES_MAX)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.IPV6, 1)
+    notice_dead_hosts(socket)
 
 
 def endpoint(host: str, port: int) -> str:

@@ -39,8 +39,9 @@ class SignalSocket:
         assert isinstance(fd, int)
         self._fd = fd
         self._loop.add_reader(fd, self._drain)
-        self._loop.call_soon(self._drain)
         self._is_closed = False
+        self._is_drain_due = False
+        self._drain_soon()
         self._watcher: SignalSocket | None = None
 
     def watch(self, events: int, on_event: Callable[[int, int], None]) -> None:
@@ -66,7 +67,7 @@ class SignalSocket:
             return False
         finally:
             # Sending may have consumed the descriptor's edge for messages that arrived.
-            self._loop.call_soon(self._drain)
+            self._drain_soon()
         return True
 
     def close(self, linger_ms: int = 200) -> None:
@@ -92,7 +93,16 @@ class SignalSocket:
                 self._on_frames(frames)
             except Exception:
                 _log.exception("signal_failed")
-        self._loop.call_soon(self._drain)  # a flood must not keep the loop from everything else
+        self._drain_soon()  # a flood must not keep the loop from everything else
+
+    def _drain_soon(self) -> None:
+        if not self._is_drain_due:  # one at a time: each message that is answered asks for it
+            self._is_drain_due = True
+            self._loop.call_soon(self._drain_due)
+
+    def _drain_due(self) -> None:
+        self._is_drain_due = False
+        self._drain()
 
     def _receive(self) -> list[bytes]:
         if not self._has_keys:
