@@ -15,7 +15,7 @@ import msgspec
 
 from neuron_di.clock import now_s
 from neuron_di.config import HandOverOptions
-from neuron_di.errors import PeerRefused
+from neuron_di.errors import NeuronDiError, PeerRefused
 from neuron_di.kv import KvPool
 from neuron_di.obs import get_logger
 from neuron_di.transfer.admission import Admission
@@ -188,7 +188,10 @@ class NeuronConnector:
             and not any(other.peer.incarnation == buffer.peer.incarnation for other in others)
             and (better := self._lanes.better_than(buffer.lane)) is not None
         ):
-            self._trials.append(self._make_buffer(buffer.peer, better))
+            try:
+                self._trials.append(self._make_buffer(buffer.peer, better))
+            except NeuronDiError as error:  # no descriptor is left: what there is goes on
+                _log.warning("trial_failed", peer=buffer.peer.worker_id, reason=error.message)
 
     def _end_trial(self, trial: RecvBuffer) -> None:
         """Its lane works: let further requests go by it, unless a new link is there or comes."""

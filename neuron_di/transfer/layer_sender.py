@@ -88,6 +88,11 @@ class LayerSender:
             for piece in stream.pieces:
                 self._send(reader, piece)
 
+    def forget_reader(self, key: Key) -> None:
+        """It gave up, or is gone: nobody hears of layers until somebody asks again."""
+        if (stream := self._streams.get(key)) is not None:
+            stream.reader = None
+
     def end(self, key: Key) -> None:
         self._streams.pop(key, None)
 

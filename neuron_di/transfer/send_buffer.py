@@ -285,6 +285,7 @@ class SendBuffer:
                 entry.reader = cause.identity
             case _ACTION.FORGET_READER:
                 entry.reader = None
+                self.layers.forget_reader(key)
             case _ACTION.START_LEASE:
                 self._start_lease(entry)
             case _ACTION.RENEW_LEASE:

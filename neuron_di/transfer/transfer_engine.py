@@ -7,7 +7,8 @@ strictest of them, libnrt, holds for all:
 - For one pair of workers, receives are posted in the order of the Pull messages, and sends
   in the order in which Pull messages arrive. An engine may match by order or by tag.
 - A posted transfer cannot be cancelled, unless the engine can (`cancel`). Source and destination
-  stay untouched by anybody else until its token is done.
+  stay untouched by anybody else until its token is done. But for the sources of single layers,
+  which are an offer (layer_sender.py): what is read of a block given up matches no digest.
 - Done is not yet visible: whoever reads received bytes calls `fence` first; and not yet final:
   whoever has verified them calls `commit`, which fails where the source was given up meanwhile.
 - connect() and accept() may take long and may block: they are called neither on the event

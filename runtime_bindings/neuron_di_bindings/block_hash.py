@@ -25,10 +25,10 @@ _PROBE = bytes(range(256)) * 2
 
 def _found_hash() -> int | None:
     """The address of XXH3_64bits_withSeed, of the library that Python's xxhash is made of."""
-    path = sys.modules[xxh3_64_intdigest.__module__].__file__
     try:
-        found = ctypes.CDLL(path).XXH3_64bits_withSeed
-    except (AttributeError, OSError):  # another build of xxhash, which shows only what Python needs
+        path = sys.modules[xxh3_64_intdigest.__module__].__file__
+        found = ctypes.CDLL(path or "").XXH3_64bits_withSeed
+    except (AttributeError, KeyError, OSError):  # another build, which shows what Python needs
         return None
     found.argtypes = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64
     found.restype = ctypes.c_uint64

@@ -90,6 +90,21 @@ async def test_a_lane_that_still_does_not_work_disturbs_nobody(prefill, decode, 
     assert decode.counters.num_fallbacks == 1
 
 
+async def test_a_request_goes_on_where_there_is_no_descriptor_for_a_trial(
+    prefill, decode, monkeypatch
+):
+    link = await fallen_back(prefill, decode, monkeypatch)
+
+    def connect(*_, **__):
+        raise PeerGone("no descriptors are left")
+
+    monkeypatch.setattr(decode.connector._transport, "connect", connect)
+    prefill.park()
+    assert decode.buffer(prefill) is link
+    assert (await decode.hand_over(prefill, [7, 2])).engine == "safe"
+    assert decode.connector.buffers() == [link]
+
+
 async def test_a_transfer_on_its_way_is_not_cut_off_by_the_better_lane(cluster, monkeypatch):
     prefill = cluster.prefill(make_transfer=FAST, more_engines=[TcpEngine])
     decode = cluster.decode(make_transfer=FAST, more_engines=[TcpEngine])

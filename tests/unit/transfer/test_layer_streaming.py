@@ -207,6 +207,31 @@ async def test_who_gives_up_in_mid_prefill_leaves_nothing_behind(cluster, engine
     assert not scene.prefill.buffer.layers._streams
 
 
+@pytest.mark.parametrize("how", ["cancel", "link"])
+async def test_a_reader_that_gave_up_hears_no_more_of_layers(cluster, engine, how, monkeypatch):
+    scene = Scene(cluster, engine)
+    asking = await scene.look_up()
+    list(scene.compute())
+    buffer, sender = scene.decode.buffer(scene.prefill), scene.prefill.buffer
+    announced = []
+    monkeypatch.setattr(sender.layers, "_send", lambda *args: announced.append(args))
+    if how == "cancel":
+        buffer.cancel(R, 0, "the client left")
+        asking.cancel()
+    else:
+        buffer.close()
+    await asyncio.wait([asking])
+    await until(lambda: sender.lookup_dict[R, 0].reader is None)
+    announced.clear()
+    await scene.compute_all()
+    assert announced == []
+    stream = sender.layers._streams[R, 0]
+    assert len(stream.pieces) > LAYERS  # they are there for whoever asks next
+    sender.layers.ask((R, 0), b"another")
+    assert [piece for _, piece in announced] == stream.pieces
+    sender.drop(R, 0, "over")
+
+
 async def test_without_room_the_whole_is_pulled(cluster, engine):
     scene = Scene(cluster, engine)
     await scene.decode.buffer(scene.prefill).connect()
