@@ -29,6 +29,9 @@ from neuron_di.wire.codec import (
 )
 from neuron_di.wire.regions import KvForm
 
+LegSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+WaitedSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the text of an answer must be. Its state is a function of the answer's token ids.
@@ -126,7 +129,8 @@ class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     endpoint: Literal["chat", "completions"]
     prompt: msgspec.Raw  # chat: the `messages` array; completions: a string or a list of ids
     sampling: SamplingParams
-    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]  # then the worker ends the leg
+    timeout_s: LegSeconds  # then the worker ends the leg
+    waited_s: WaitedSeconds = 0.0  # how long ago the request came, before its first attempt
     context_tokens: int | None = None  # the smaller of both workers'; None: this worker's own
     emitted: tuple[int, ...] = ()  # output ids that the client has: forced, not sampled
     options: PromptOptions = PromptOptions()
@@ -140,7 +144,8 @@ class DecodeLeg(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempt: BoundedAttempt
     sampling: SamplingParams
     prefill: PeerAddress
-    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+    timeout_s: LegSeconds
+    waited_s: WaitedSeconds = 0.0  # as in the prefill leg
     context_tokens: int | None = None  # as in the prefill leg: both must count alike
     num_emitted: int = 0  # as in the prefill leg
     traceparent: str | None = None

@@ -25,7 +25,7 @@ class CombinedWorker:
         key = (leg.request_id, leg.attempt)
         with self._legs.open(key, leg.timeout_s) as queue:
             try:
-                self._engine.submit(await self._prompts.read(leg, queue.deadline))
+                self._engine.submit(await self._prompts.read(leg))
                 while True:
                     event = await queue.get()
                     if isinstance(event, Emitted):

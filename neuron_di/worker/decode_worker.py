@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-from neuron_di.clock import Deadline
+from neuron_di.clock import now_s
 from neuron_di.engine import Broken, Emitted, Ended, Engine, Key, StartTransfer
 from neuron_di.errors import (
     KvMissing,
@@ -63,7 +63,7 @@ class DecodeWorker:
 
     async def run(self, leg: DecodeLeg) -> AsyncGenerator[LegEvent, None]:
         """Answer one leg. Leaving it, in whatever way, frees the slot and blocks on both sides."""
-        key = (leg.request_id, leg.attempt)
+        key, came_s = (leg.request_id, leg.attempt), now_s() - leg.waited_s
         with self._legs.open(key, leg.timeout_s) as queue:
             reach("queued")
             self._connector.maybe_setup_buffer(leg.prefill)
@@ -73,7 +73,7 @@ class DecodeWorker:
                 ready = await buffer.lookup(*key, queue.deadline, self._on_lost)
             incoming = self._incoming[key] = _Incoming(buffer, ready)
             try:
-                self.engine.submit(self._request(leg, queue.deadline, incoming, rules))
+                self.engine.submit(self._request(leg, came_s, incoming, rules))
                 while True:
                     event = await queue.get()
                     if isinstance(event, Emitted):
@@ -121,7 +121,7 @@ class DecodeWorker:
         self._legs.dispatch([Broken(key, error)])
 
     def _request(
-        self, leg: DecodeLeg, deadline: Deadline, incoming: _Incoming, rules: TokenRules | None
+        self, leg: DecodeLeg, came_s: float, incoming: _Incoming, rules: TokenRules | None
     ) -> Request:
         """Check the peer's word, then take over where prefill stopped: its tokens are given."""
         ready, layout = incoming.ready, incoming.buffer.layout
@@ -148,7 +148,7 @@ class DecodeWorker:
             num_prefilled=ready.num_tokens,
             rules=rules,
             begins_in_reasoning=ready.in_reasoning,
-            age_order=deadline.at_s,
+            age_order=came_s,
         )
 
     def _finished(self, event: Ended, incoming: _Incoming) -> LegEvent:

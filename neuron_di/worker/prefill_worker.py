@@ -52,7 +52,7 @@ class PrefillWorker:
             self._send_buffer.expect(*key)
             reach("queued")
             try:
-                self._engine.submit(await self._prompts.read(leg, queue.deadline))
+                self._engine.submit(await self._prompts.read(leg))
                 async with aclosing(self._answers(queue)) as answers:
                     async for event in answers:
                         yield event

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from neuron_di.clock import Deadline
+from neuron_di.clock import now_s
 from neuron_di.errors import BadRequest, ContextExceeded, RemoteProtocolError
 from neuron_di.request import (
     ChatExtras,
@@ -63,11 +63,9 @@ class PromptReader:
         self._leading = tokenizer.encode("")  # as BOS: what begins every text
         self._reasoning_tags = template_traits(tokenizer.chat_template_source).reasoning
 
-    async def read(self, leg: PrefillLeg, deadline: Deadline) -> Request:
-        """Tokenise the prompt and check every number. BadRequest names the field.
-
-        `deadline` is when the leg's time is over.
-        """
+    async def read(self, leg: PrefillLeg) -> Request:
+        """Tokenise the prompt and check every number. BadRequest names the field."""
+        came_s = now_s() - leg.waited_s
         loop = asyncio.get_running_loop()
         check_sampling(leg.sampling, self.num_vocab)
         # The tokeniser runs without the interpreter lock; a long prompt must not stop the loop.
@@ -100,7 +98,7 @@ class PromptReader:
             given=leg.emitted,
             rules=rules,
             begins_in_reasoning=prompt.begins_in_reasoning,
-            age_order=deadline.at_s,
+            age_order=came_s,
         )
         if leg.options.report and not leg.emitted:  # else the client has it
             request.prompt_wish = self._wish(prompt, leg.options)

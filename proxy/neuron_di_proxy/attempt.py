@@ -22,6 +22,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     request: ChoiceRequest
     route: Route
     emitted: tuple[int, ...]
+    accepted_s: float  # when the request came, before its first attempt
     deadline: Deadline  # of the request, all attempts together
     has_given_way: bool = False  # an earlier one was preempted
     begun_with: int | None = None  # context_tokens of the attempt that this one continues

@@ -14,8 +14,9 @@ from functools import partial
 
 from msgspec import structs
 
+from neuron_di.clock import now_s
 from neuron_di.config import LimitOptions
-from neuron_di.errors import NeuronDiError
+from neuron_di.errors import DeadlinePassed, NeuronDiError
 from neuron_di.wire import DecodeLeg, Finished, PrefillLeg, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.emit import Emit, MakeLane, no_lane
@@ -83,6 +84,7 @@ class Launcher:
         """Each leg and its worker. Nothing is sent yet."""
         route, request = attempt.route, attempt.request
         timeout_s = max(attempt.deadline.remaining_s(), 1e-3)
+        waited_s = max(now_s() - attempt.accepted_s, 0.0)
         context_tokens = attempt.context_tokens()
         options = request.options
         if attempt.emitted and options.report:  # it came with token 0
@@ -94,6 +96,7 @@ class Launcher:
             prompt=request.prompt,
             sampling=request.sampling,
             timeout_s=timeout_s,
+            waited_s=waited_s,
             context_tokens=context_tokens,
             emitted=attempt.emitted,
             options=options,
@@ -107,6 +110,7 @@ class Launcher:
             sampling=request.sampling,
             prefill=route.prefill.peer_address(),
             timeout_s=timeout_s,
+            waited_s=waited_s,
             context_tokens=context_tokens,
             num_emitted=attempt.first_index,
             traceparent=request.traceparent,
@@ -121,6 +125,8 @@ def _note_failure(attempt: Attempt, speaker: Side | None, error: NeuronDiError) 
     failed = failure_of(error)
     attempt.code = failed.code
     if speaker is None or failed.fault == "client":
+        return
+    if failed.code == DeadlinePassed.code:  # of the request's own time, which is nobody's fault
         return
     prefill, decode = attempt.workers()
     own, partner = (decode, prefill) if speaker == "decode" else (prefill, decode)

@@ -141,6 +141,7 @@ class RequestRunner:
                 request=request,
                 route=await self._find_route(request, record, began, deadline),
                 emitted=tuple(record.emitted) if tried else (),
+                accepted_s=record.accepted_s,
                 deadline=deadline,
                 has_given_way=_has_given_way(record),
                 begun_with=began.context_tokens() if began is not None else None,

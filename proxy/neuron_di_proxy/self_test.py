@@ -209,6 +209,7 @@ class SelfTest:
             request=_request(pair.prefill.model),
             route=pair,
             emitted=(),
+            accepted_s=now_s(),
             deadline=Deadline.after(TEST_TIMEOUT_S),
         )
         outcome: Literal["ok", "failed", "skipped"] = "ok"

@@ -72,6 +72,7 @@ class Laned:
             request=REQUEST,
             route=route,
             emitted=(),
+            accepted_s=now_s(),
             deadline=Deadline.after(1000.0),
         )
         limits = LimitOptions(stall_timeout_s=STALL_S)

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 from running_proxy import ListDirectory
 
-from neuron_di.clock import Deadline
+from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
 from neuron_di.types import RequestId
 from neuron_di.wire import SamplingParams
@@ -50,7 +50,16 @@ class Run:
     """One attempt over two scripted workers."""
 
     def __init__(
-        self, client, route, *, emitted=(), deadline=None, request=REQUEST, take=None, **limits
+        self,
+        client,
+        route,
+        *,
+        emitted=(),
+        waited_s=0.0,
+        deadline=None,
+        request=REQUEST,
+        take=None,
+        **limits,
     ):
         self.attempt = Attempt(
             request_id=RequestId("r1"),
@@ -58,6 +67,7 @@ class Run:
             request=request,
             route=route,
             emitted=emitted,
+            accepted_s=now_s() - waited_s,
             deadline=deadline or Deadline.after(60.0),
         )
         options = LimitOptions(**limits)

@@ -27,6 +27,14 @@ async def test_both_legs_start_before_either_answers(run, prefill, decode):
     assert bytes(prefill_leg.message.prompt) == b'"hi"'
 
 
+async def test_workers_hear_how_long_the_request_has_waited(client, prefill, decode):
+    """Not how long this attempt has: a later one is as old as its request."""
+    run = Run(client, Pair(prefill.record, decode.record), emitted=(5,), waited_s=40.0)
+    legs = await prefill.next_leg(), await decode.next_leg()
+    assert {40.0 <= leg.message.waited_s < 60.0 for leg in legs} == {True}
+    run.task.cancel()
+
+
 async def test_token_0_is_given_before_decode_says_anything(run, prefill, decode):
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     await prefill_leg.send(token(0))

@@ -127,6 +127,21 @@ async def test_who_is_at_fault(client, prefill, decode, side, fault, status, bla
     assert (run.attempt.refused_by is not None) == (status in (429, 503))
 
 
+@pytest.mark.parametrize("side", ["p1", "d1"])
+async def test_a_worker_that_speaks_of_the_deadline_first_is_not_at_fault(
+    client, prefill, decode, side
+):
+    """Its clock may be a little ahead of ours, and in an overload many requests end so."""
+    run = Run(client, Pair(prefill.record, decode.record))
+    legs = {"p1": await prefill.next_leg(), "d1": await decode.next_leg()}
+    await legs[side].finish(
+        Failed(code="deadline_exceeded", message="x", http_status=504, retryable=False, fault="us")
+    )
+    with pytest.raises(LegFailed):
+        await run.task
+    assert (run.attempt.code, run.attempt.blamed) == ("deadline_exceeded", None)
+
+
 @pytest.mark.parametrize("num_events", [1, 2])
 async def test_a_lost_worker_ends_the_attempt_although_its_connection_is_open(
     client, prefill, decode, num_events

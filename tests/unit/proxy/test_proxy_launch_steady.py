@@ -57,6 +57,7 @@ class Spoken:
             request=request,
             route=route,
             emitted=emitted,
+            accepted_s=now_s(),
             deadline=Deadline.after(1000.0),
         )
         limits = LimitOptions(stall_timeout_s=STALL_S)

@@ -20,6 +20,7 @@ def attempt(number=0, *, emitted=(), **changes):
         request=REQUEST,
         route=route,
         emitted=emitted,
+        accepted_s=0.0,
         deadline=Deadline(60.0),
     )
 

@@ -2,11 +2,12 @@
 
 import asyncio
 
+from msgspec.structs import replace
 from worker_kit import collect, decode_leg, prefill_leg
 
 
-async def test_whose_time_is_over_sooner_is_older_on_each_worker(prefill, decode, monkeypatch):
-    """So a later attempt, which has what is left of its request's time, is as old as that."""
+async def test_who_waited_longer_is_older_on_each_worker(prefill, decode, monkeypatch):
+    """So a later attempt is as old as its request, however much time anybody has left."""
     ages = {}
 
     def note_ages(engine, role):
@@ -20,9 +21,9 @@ async def test_whose_time_is_over_sooner_is_older_on_each_worker(prefill, decode
 
     note_ages(prefill.prefill._engine, "prefill")
     note_ages(decode.decode.engine, "decode")
-    for name, timeout_s in (("younger", 30.0), ("older", 20.0)):
-        leg = prefill_leg(name, timeout_s=timeout_s)
-        rest = decode_leg(name, prefill, timeout_s=timeout_s)
+    for name, waited_s, timeout_s in (("younger", 0.0, 20.0), ("older", 60.0, 30.0)):
+        legs = prefill_leg(name), decode_leg(name, prefill)
+        leg, rest = (replace(each, waited_s=waited_s, timeout_s=timeout_s) for each in legs)
         await asyncio.gather(collect(prefill.prefill.run(leg)), collect(decode.decode.run(rest)))
     assert len(ages) == 4
     for role in ("prefill", "decode"):

@@ -12,7 +12,6 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 from worker_kit import prefill_leg
 
-from neuron_di.clock import Deadline
 from neuron_di.errors import BadRequest, NeuronDiError, RemoteProtocolError, TooLarge
 from neuron_di.request import Request, Tokenizer
 from neuron_di.testing import write_random_checkpoint
@@ -22,7 +21,6 @@ from neuron_di.wire.legs import REPORTED_LOGPROBS_MAX
 from neuron_di.worker.prompts import BRACKETS_MAX, LONG_BYTES, PromptReader
 
 CONTEXT = 3000
-DEADLINE = Deadline(1234.5)
 ASK = {"role": "user", "content": "hi there"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
@@ -49,7 +47,7 @@ def leg_of(
 
 
 def read(reader: PromptReader, leg: PrefillLeg) -> Request:
-    return asyncio.run(reader.read(leg, DEADLINE))
+    return asyncio.run(reader.read(leg))
 
 
 def text_of(reader: PromptReader, leg: PrefillLeg) -> str:
@@ -199,7 +197,7 @@ def test_long_prompts_are_read_on_one_thread_and_short_ones_do_not_wait(
     long = "a " * (LONG_BYTES // 2)
 
     async def read_all() -> None:
-        await asyncio.gather(*(wide.read(leg_of(text), DEADLINE) for text in (long, "b", long)))
+        await asyncio.gather(*(wide.read(leg_of(text)) for text in (long, "b", long)))
 
     asyncio.run(read_all())
     threads = dict(encoded)
