@@ -144,9 +144,14 @@ class Router:
         return sorted({record.model for record in self._directory.workers()})
 
     def num_slots(self) -> int:
-        """How many requests the workers that are fit now can decode together."""
+        """How many requests the workers that get some now can decode together.
+
+        Those that do it all get none while a pair of their model is there.
+        """
         usable = [r for r in self._directory.workers() if self._is_usable(r)]
-        return sum(record.slots for record in usable if record.role != "prefill")
+        paired = set.intersection(*({r.model for r in _of_role(usable, h)} for h in _HALVES))
+        wholes = (r for r in _of_role(usable, "both") if r.model not in paired)
+        return sum(record.slots for record in (*_of_role(usable, "decode"), *wholes))
 
     def doubt(self, route: Route) -> None:
         """A worker of the route accused its partner. Which of them is right is not known."""

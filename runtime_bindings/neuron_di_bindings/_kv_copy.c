@@ -347,17 +347,19 @@ static PyObject *py_hash_blocks(PyObject *module, PyObject *const *args, Py_ssiz
     (void)module;
     int64_t numbers[3]; /* the addresses of the function and of block 0, and bytes of a block */
     Lists lists;
-    if (!has_count(num_args, 6) || !read_numbers(args, numbers, 3)) return NULL;
+    if (!has_count(num_args, 7) || !read_numbers(args, numbers, 3)) return NULL;
     const uint64_t seed = PyLong_AsUnsignedLongLong(args[3]);
-    if ((seed == UINT64_MAX && PyErr_Occurred()) || !open_lists(&lists, args + 4, 2, 1)) return NULL;
+    if (seed == UINT64_MAX && PyErr_Occurred()) return NULL;
+    const int is_long = PyObject_IsTrue(args[6]);
+    if (is_long < 0 || !open_lists(&lists, args + 4, 2, 1)) return NULL;
     const Py_buffer *list = lists.buffers;
     const Py_ssize_t count = count_of(&lists, 0);
     const int is_right = count_of(&lists, 1) == count;
     if (is_right) {
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *thread = is_long ? PyEval_SaveThread() : NULL;
         hash_blocks((Hash)(intptr_t)numbers[0], (const char *)(intptr_t)numbers[1], numbers[2],
                     seed, list[0].buf, list[1].buf, count);
-        Py_END_ALLOW_THREADS
+        if (is_long) PyEval_RestoreThread(thread);
     } else {
         PyErr_SetString(PyExc_ValueError, "the lists differ in length");
     }
@@ -379,8 +381,8 @@ static PyMethodDef functions[] = {
     FAST(are_below, "are_below(ids, end): whether each is of 0 to end - 1."),
     FAST(are_sound, "are_sound(source_offsets, destination_offsets, lengths, ids, source_bytes, "
                     "destination_bytes, ids_end): whether a transfer surely may start."),
-    FAST(hash_blocks, "hash_blocks(hash, address, block_bytes, seed, ids, hashes): fills the last, "
-                      "by a function of bytes, length and seed."),
+    FAST(hash_blocks, "hash_blocks(hash, address, block_bytes, seed, ids, hashes, is_long): fills "
+                      "hashes, by a function of bytes, length and seed."),
     FAST(are_words, "are_words(words, ids, numbers, tag, number_max): whether all are as said."),
     {NULL},
 };

@@ -62,5 +62,6 @@ def hash_blocks(
     seed: int,
     ids: _Ints,
     hashes: NDArray[np.uint64],
+    is_long: bool,
     /,
 ) -> None: ...

@@ -1,4 +1,4 @@
-"""XXH3, 64 bits, of many blocks in one call, during which other threads of the process go on.
+"""XXH3, 64 bits, of many blocks in one call, during which, if it is long, other threads go on.
 
 xxhash's Python functions keep the interpreter: a step that is computed meanwhile would wait for a
 whole transfer's digests. Compiled where it could be built (_kv_copy.c), which calls xxhash's C
@@ -19,6 +19,8 @@ except ImportError:
 
 _IS_COMPILED: bool = _kv_copy is not None
 
+# So many take a tenth of a millisecond. To get the interpreter back may take longer than that.
+_SHORT_BYTES_MAX = 1 << 20
 _SEED_MASK = (1 << 64) - 1
 _PROBE = bytes(range(256)) * 2
 
@@ -49,7 +51,8 @@ def hash_blocks(
     if _IS_COMPILED and _HASH is not None:
         hashes = np.empty(len(block_ids), np.uint64)
         ids = np.ascontiguousarray(block_ids)
-        _kv_copy.hash_blocks(_HASH, address, block_bytes, seed & _SEED_MASK, ids, hashes)
+        is_long = len(ids) * block_bytes > _SHORT_BYTES_MAX
+        _kv_copy.hash_blocks(_HASH, address, block_bytes, seed & _SEED_MASK, ids, hashes, is_long)
         return hashes.tolist()
     found = []
     for place, block_id in enumerate(block_ids.tolist()):

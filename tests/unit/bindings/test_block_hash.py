@@ -25,7 +25,7 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("block_bytes", [1, 16, 17, 240, 241, 4096, 16384])
+@pytest.mark.parametrize("block_bytes", [1, 16, 17, 240, 241, 4096, 16384, 1 << 19])
 @pytest.mark.parametrize("seed", [0, 7, LAST_SEED - 1, LAST_SEED, LAST_SEED + 5])
 def test_each_block_is_hashed_with_its_own_seed(block_bytes, seed):
     blocks = np.random.default_rng(block_bytes).integers(0, 256, (6, block_bytes), np.uint8)
@@ -69,6 +69,7 @@ def test_other_threads_go_on_meanwhile(monkeypatch):
     alike, it keeps its caller waiting, and it says whether this thread came to write."""
     poll = ctypes.cast(ctypes.CDLL(None).poll, ctypes.c_void_p).value
     monkeypatch.setattr(block_hash, "_HASH", poll)
+    monkeypatch.setattr(block_hash, "_SHORT_BYTES_MAX", 0)
     reader, writer = os.pipe()
     try:
         asked = np.frombuffer(bytearray(struct.pack("ihh", reader, select.POLLIN, 0)), np.uint8)
@@ -102,4 +103,4 @@ def test_other_threads_go_on_meanwhile(monkeypatch):
 )
 def test_what_are_no_even_lists_is_refused(ids, hashes):
     with pytest.raises((TypeError, ValueError, BufferError)):
-        block_hash._kv_copy.hash_blocks(block_hash._HASH, 0, 1, 0, ids, hashes)
+        block_hash._kv_copy.hash_blocks(block_hash._HASH, 0, 1, 0, ids, hashes, False)

@@ -115,6 +115,20 @@ def test_a_worker_of_both_roles_serves_when_there_is_no_pair():
     assert router.why_unserved() is None
 
 
+def test_slots_are_those_of_workers_that_get_requests():
+    directory = FixedDirectory(
+        make_record("p1", "prefill", slots=9),
+        make_record("d1", "decode", slots=4),
+        make_record("b1", "both", slots=2),
+        make_record("b2", "both", slots=3, model="other"),
+    )
+    assert Router(directory, Unfit()).num_slots() == 4 + 3
+    assert Router(directory, Unfit(b2="ill")).num_slots() == 4
+    assert Router(directory, Unfit(d1="ill")).num_slots() == 2 + 3
+    directory.records = directory.records[1:]
+    assert Router(directory, Unfit()).num_slots() == 4 + 2 + 3
+
+
 def test_where_the_only_pairs_have_failed_nothing_is_served():
     records = [make_record("p1", "prefill"), make_record("d1", "decode")]
     router = router_over(*records, pairs=BadPairs(("p1", "d1")))
