@@ -209,17 +209,32 @@ def place_of(before, piece):
 @kinds
 @given(ids=random_ids, stop=stop_strings)
 @example(ids=[], stop=())
+@example(ids=[182, 182, 0, 0], stop=())  # of one kind: two spaces, the first of which is no text
 def test_a_tokens_place_in_the_text_is_known_before_it_is_sent(kind, ids, stop):
     tokenizer = make_tokenizer(kind)
     output, num_sent, before = make_output(kind, stop, skip=False), 0, b""
-    for token_id in ids:
-        piece = tokenizer.token_bytes(token_id, at_start=not before)
+    for number, token_id in enumerate(ids):
+        piece = tokenizer.token_bytes(token_id, at_start=number == 0)
         if piece and before:
             assert num_sent + output.num_before(token_id) == place_of(before, piece)
         num_sent += len(output.push(token_id))
         before += piece
         if output.stop_hit is not None:
             break
+
+
+@kinds
+@pytest.mark.parametrize("last", [b"\xa0", b"a", b"\xed"])
+def test_bytes_that_no_character_begins_with_are_broken_ones_at_once(kind, last):
+    """Half a surrogate, which Python's decoder holds back like a character's beginning."""
+    tokenizer = make_tokenizer(kind)
+    ids = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.num_vocab)}
+    output, before = make_output(kind), b""
+    for piece in (b"\xed", b"\xa0", last):
+        if before:  # nothing of it was sent
+            assert output.num_before(ids[piece]) == place_of(before, piece)
+        assert output.push(ids[piece]) == "" or piece == last
+        before += piece
 
 
 def test_a_token_behind_half_a_character_begins_behind_the_broken_one():
