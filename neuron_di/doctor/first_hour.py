@@ -58,9 +58,11 @@ def _writable(path: Path) -> Path:
         if path.exists() and not stat.S_ISREG(os.stat(path).st_mode):
             raise ConfigError(f"--first-hour: {path} is no ordinary file: name one")
         path = path.resolve()
+        if path.is_symlink():  # to itself, in the end: from Python 3.13 on that is no error
+            raise ConfigError(f"--first-hour: {path} cannot be written: links in a circle")
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
             return path
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: the same, before
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"--first-hour: {path} cannot be written: {why}") from None
 

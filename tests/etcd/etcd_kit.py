@@ -82,8 +82,9 @@ def certificates() -> Certificates:
         openssl("req", "-x509", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.pem",
                 "-days", "2", "-subj", f"/CN={common_name}", *signed)  # fmt: skip
 
-    by_ca = ("-CA", "ca.pem", "-CAkey", "ca.key")
-    make("ca", "neuron-di test")
+    # Python 3.13 asks for what RFC 5280 does: what a key may be used for, and who is an authority.
+    by_ca = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
+    make("ca", "neuron-di test", "-addext", "keyUsage=critical,keyCertSign,cRLSign")
     san = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
     usage = ("-addext", "extendedKeyUsage=serverAuth,clientAuth")
     make("server", "server", *by_ca, *san, *usage)
