@@ -1,15 +1,11 @@
 """One client's connection: HTTP/1.1 requests, one after another.
 
-    HEAD       wait for a whole head, check it, decide who answers
-    BODY       the service has taken the request; its body is on the way
-    ANSWERING  a task answers; what the client sends meanwhile waits
-    LEAVING    the last response is on its way out; what still comes is dropped
+Where it is in that is its `ConnectionState`.
 
 Next: proxy/neuron_di_proxy/service.py
 """
 
 import asyncio
-from enum import Enum
 from typing import cast
 
 from neuron_di.clock import now_s
@@ -19,6 +15,7 @@ from neuron_di_proxy.body_refusal import body_bytes_max, body_late, check_body, 
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.chunked_body import ChunkedBody
 from neuron_di_proxy.connection_owner import ConnectionOwner
+from neuron_di_proxy.connection_state import ConnectionState as _State
 from neuron_di_proxy.front_sweep import NEVER
 from neuron_di_proxy.half_close import keeps_listening
 from neuron_di_proxy.quart_exchange import QuartExchange
@@ -31,20 +28,12 @@ from neuron_di_proxy.socket_reply import SocketReply
 from neuron_di_proxy.socket_rest import is_quiet, unsent_of
 from neuron_di_proxy.token_lane import Outlet, outlet_of
 
-PIPELINED_BYTES_MAX = 64 << 10  # of further requests, while one is answered
+PIPELINED_BYTES_MAX = 64 << 10  # of further requests, before one is answered
 LEAVING_TIMEOUT_S = 2.0  # for a client to read the last response while it still sends
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 _Exchange = Exchange | QuartExchange
 _log = get_logger(__name__)
-
-
-class _State(Enum):
-    HEAD = "head"
-    BODY = "body"
-    ANSWERING = "answering"
-    LEAVING = "leaving"
-    GONE = "gone"
 
 
 class FrontConnection(asyncio.Protocol):
@@ -61,6 +50,7 @@ class FrontConnection(asyncio.Protocol):
         self._send_deadline = SendDeadline(owner.send_timeout_s)
         self._is_full = False  # what was written is not being taken
         self._is_paused = False  # more was sent than is wanted now
+        self._is_due = False  # `_go_on` comes with the next turn of the loop
         self._is_idle = False  # between two requests
         self._has_all = False  # the client; until the next response begins
         self._has_eof = False
@@ -100,7 +90,7 @@ class FrontConnection(asyncio.Protocol):
         self._received += data
         if self._state is _State.ANSWERING:
             self._bound_received()
-        elif not self._is_full:
+        elif not (self._is_full or self._is_due):
             self._go_on()
         elif len(self._received) > PIPELINED_BYTES_MAX and not self._is_paused:
             self._is_paused = True
@@ -133,7 +123,7 @@ class FrontConnection(asyncio.Protocol):
         self._send_deadline.end()
         if self._reply is not None:
             self._reply.is_full = False
-        if self._received:
+        if (self._received or self._is_paused) and not self._is_due:
             self._go_on()
 
     # What the owner calls.
@@ -192,7 +182,8 @@ class FrontConnection(asyncio.Protocol):
     # From bytes to requests.
 
     def _go_on(self) -> None:
-        """Do what can be done with what was received."""
+        """Do what can be done with what was received, and read on where that was all."""
+        self._is_due = False
         while self._received and not self._is_full:
             state = self._state
             try:
@@ -205,7 +196,8 @@ class FrontConnection(asyncio.Protocol):
                 self._refuse(self._refusal(error), is_read=False)
             if self._state is state:
                 break
-        if self._is_paused and not self._is_full and self._state is not _State.GONE:
+        is_waiting = self._is_full or self._is_due
+        if self._is_paused and not is_waiting and self._state is not _State.GONE:
             self._is_paused = False
             self._transport.resume_reading()
 
@@ -344,7 +336,8 @@ class FrontConnection(asyncio.Protocol):
             self._leave(is_read=is_read)
         else:
             self._wait_for_head()
-            if self._received or self._is_paused:
+            if self._received or self._is_paused:  # one a turn: others have theirs between
+                self._is_due = True
                 self._loop.call_soon(self._go_on)
 
     def _wait_for_head(self) -> None:

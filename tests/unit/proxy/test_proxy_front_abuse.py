@@ -19,6 +19,7 @@ from scripted_worker import play_prefill, token
 from neuron_di.config import FrontOptions
 from neuron_di_proxy import socket_rest
 from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.front_connection import PIPELINED_BYTES_MAX, FrontConnection
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy")
 
@@ -209,6 +210,78 @@ async def test_b08_chunks_that_are_none_end_the_connection(hurried):
     response = await refusal(hurried, head + b"3\r\nabcdef\r\n0\r\n\r\n" + post(PATH, WHOLE))
     assert response.status == 400
     assert await still_serves(hurried)
+
+
+# By its head alone, and the connection goes on: there is no body to lose one's place in.
+REFUSED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nExpect: x\r\n\r\n"
+READ_BYTES_MAX = 256 << 10  # what both event loops give at once
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """The front's connections, as they are made."""
+    made, make = [], FrontConnection.connection_made
+
+    def note(self, transport):
+        made.append(self)
+        make(self, transport)
+
+    monkeypatch.setattr(FrontConnection, "connection_made", note)
+    return made
+
+
+async def test_requests_that_are_refused_at_once_do_not_pile_up(playing, monkeypatch):
+    num_kept, take = [], FrontConnection.data_received
+
+    def note(self, data):
+        take(self, data)
+        num_kept.append(len(self._received))
+
+    monkeypatch.setattr(FrontConnection, "data_received", note)
+    num = 30_000
+    async with RawClient(playing.proxy.address) as raw:
+        raw.send(REFUSED * num + get("/live"))
+        answers = bytearray()
+        while not answers.endswith(b'{"live":true}'):
+            data = await raw.reader.read(1 << 20)
+            assert data
+            answers += data
+    assert answers.count(b"HTTP/1.1 417 ") == num
+    assert answers.count(b"HTTP/1.1 200 ") == 1
+    assert max(num_kept) <= PIPELINED_BYTES_MAX + 2 * READ_BYTES_MAX
+
+
+async def test_one_of_them_is_refused_in_each_turn_however_they_come(
+    playing, connections, monkeypatch
+):
+    refused, refuse = [], FrontConnection._refuse
+
+    def note(self, refusal, *, is_read):
+        refused.append(refusal.status)
+        refuse(self, refusal, is_read=is_read)
+
+    monkeypatch.setattr(FrontConnection, "_refuse", note)
+    async with RawClient(playing.proxy.address) as raw:
+        raw.send(REFUSED)
+        assert (await raw.response()).status == 417
+        for _ in range(5):
+            connections[-1].data_received(REFUSED * 2)
+        for num in range(2, 12):
+            assert refused == [417] * num
+            connections[-1].resume_writing()
+            await asyncio.sleep(0)
+        for _ in range(10):
+            assert (await raw.response()).status == 417
+
+
+async def test_a_large_head_behind_one_of_them_is_read(stack, playing):
+    front = FrontOptions(header_bytes_max=8 * PIPELINED_BYTES_MAX)
+    config = ProxyConfig(limits=AT_ONCE, front=front)
+    proxy = await stack.enter_async_context(RunningProxy(config, playing.proxy.directory.records))
+    async with RawClient(proxy.address) as raw:
+        raw.send(REFUSED * 2 + get("/live", "X: " + "y" * (7 * PIPELINED_BYTES_MAX)))
+        for status in (417, 417, 200):
+            assert (await raw.response()).status == status
 
 
 async def test_b25_a_client_that_never_reads_frees_its_place(hurried, playing):
