@@ -124,11 +124,14 @@ def _check_bad_words(params: SamplingParams) -> None:
         )
 
 
+def check_grammar_chars(num_chars: int, param: str) -> None:
+    """Refuse a grammar by its length alone: whatever is made of it takes time."""
+    if num_chars > GRAMMAR_CHARS_MAX:
+        raise BadRequest(f"{param} is longer than {GRAMMAR_CHARS_MAX} characters", param=param)
+
+
 def _check_grammar(grammar: Grammar) -> None:
-    if len(grammar.value) > GRAMMAR_CHARS_MAX:
-        raise BadRequest(
-            f"{grammar.param} is longer than {GRAMMAR_CHARS_MAX} characters", param=grammar.param
-        )
+    check_grammar_chars(len(grammar.value), grammar.param)
     if grammar.reasoning and not all(0 < len(tag) <= STOP_CHARS_MAX for tag in grammar.reasoning):
         raise BadRequest(
             f"{grammar.param} begins behind a tag of 0 or more than {STOP_CHARS_MAX} characters",

@@ -14,7 +14,7 @@ import msgspec
 
 from neuron_di.errors import BadRequest, TooLarge
 from neuron_di.wire import Grammar, SamplingParams
-from neuron_di.wire.sampling_rules import LOGIT_BIAS_MAX, check_sampling
+from neuron_di.wire.sampling_rules import LOGIT_BIAS_MAX, check_grammar_chars, check_sampling
 from neuron_di_proxy.choice_request import Endpoint
 from neuron_di_proxy.json_object import (
     NAME_CHARS_MAX,
@@ -260,11 +260,13 @@ def _read_logit_bias(raw: msgspec.Raw) -> tuple[tuple[int, float], ...]:
 
 
 def _schema_grammar(schema: bytes, param: str) -> Grammar:
+    text = schema.decode()
+    check_grammar_chars(len(text), param)
     try:
         read_members(schema, msgspec.Raw, count_max=READ_BYTES_MAX, param=param)
     except msgspec.DecodeError:
         raise BadRequest(f"`{param}` must be a JSON Schema: an object", param=param) from None
-    return Grammar(kind="json_schema", value=schema.decode())
+    return Grammar(kind="json_schema", value=text)
 
 
 def _structured_grammar(wanted: StructuredOutputs) -> Grammar:

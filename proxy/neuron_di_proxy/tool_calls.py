@@ -20,6 +20,7 @@ import msgspec
 from neuron_di.errors import BadRequest
 from neuron_di.types import RequestId
 from neuron_di.wire import Grammar, ToolFormat
+from neuron_di.wire.sampling_rules import check_grammar_chars
 from neuron_di_proxy.call_reader import CallReader
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.schema_part import as_part
@@ -92,6 +93,10 @@ class ToolUse:
     def _callable(self) -> tuple[str, ...]:
         return tuple(self.parameters) if self.chosen is None else (self.chosen,)
 
+    def callable_parameters(self) -> list[dict[str, Any]]:
+        """The JSON Schemas of these tools' arguments."""
+        return [self.parameters[name] for name in self._callable()]
+
     def calls_schema(self) -> dict[str, Any]:
         """The JSON Schema of an answer that is nothing but calls of these tools."""
         names = self._callable()
@@ -158,6 +163,9 @@ def tool_grammar(use: ToolUse) -> Grammar | None:
     """What forces the calls that `use` asks for; None when nothing is forced."""
     if use.choice == "auto":
         return None
+    # Before a schema of all of them is made, which may be much longer.
+    schemas = [msgspec.json.encode(schema).decode() for schema in use.callable_parameters()]
+    check_grammar_chars(sum(map(len, schemas)), "tools")
     value = msgspec.json.encode(use.calls_schema()).decode()
     return Grammar(kind="json_schema", value=value, param="tools")
 

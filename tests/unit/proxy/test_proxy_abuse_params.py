@@ -10,6 +10,8 @@ import pytest
 from request_bodies import MESSAGES, chat, completion, read_chat_body, read_completion_body
 
 from neuron_di.errors import BadRequest, NeuronDiError, TooLarge
+from neuron_di.wire.sampling_rules import GRAMMAR_CHARS_MAX
+from neuron_di_proxy import field_rules
 from neuron_di_proxy.json_object import FIELDS_MAX, read_body
 from neuron_di_proxy.request_fields import REFUSALS
 
@@ -222,6 +224,21 @@ def test_b13_a_megabyte_beside_the_prompt(read, field):
     with pytest.raises(TooLarge) as error:
         read(**{field: value.get(field, "x" * 2**20)})
     assert error.value.param == field
+
+
+@BOTH
+def test_b13_a_schema_that_is_too_long_is_not_taken_apart(read, monkeypatch):
+    monkeypatch.setattr(field_rules, "read_members", None)
+    schema = {"enum": ["\u20ac" * GRAMMAR_CHARS_MAX]}
+    by_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for fields in (
+        {"response_format": by_format},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema, ensure_ascii=False)}},
+    ):
+        with pytest.raises(BadRequest, match=f"longer than {GRAMMAR_CHARS_MAX}") as error:
+            read(**fields)
+        assert error.value.param.startswith(next(iter(fields)))
 
 
 def test_b14_prompts_that_cannot_be():

@@ -6,6 +6,8 @@ from request_bodies import TRAITS, chat
 
 from neuron_di.errors import BadRequest
 from neuron_di.types import RequestId
+from neuron_di.wire.sampling_rules import GRAMMAR_CHARS_MAX
+from neuron_di_proxy import tool_calls
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.tool_calls import TOOLS_MAX, read_tools, tool_grammar
 
@@ -210,6 +212,17 @@ def test_anchors_and_the_own_name_of_parameters_are_found_in_their_place():
         "$defs": {"x/y": {"anyOf": [{"type": "boolean"}]}},
     }
     assert written["$defs"]["fq"] == {**other, "$defs": {"x": {}}}
+
+
+@pytest.mark.parametrize(("choice", "name"), [("required", "f"), (NAMED, "weather")])
+def test_long_parameters_are_refused_before_a_schema_is_made_of_them(choice, name, monkeypatch):
+    """Where each part of it is would be written out, which takes the square of its length."""
+    monkeypatch.setattr(tool_calls, "as_part", None)
+    long = {"type": "object", "x" * (GRAMMAR_CHARS_MAX // 2): [1] * (GRAMMAR_CHARS_MAX // 4)}
+    use = read([tool(name, parameters=long), tool("g")], choice)
+    with pytest.raises(BadRequest, match="tools is longer than") as error:
+        tool_grammar(use)
+    assert error.value.param == "tools"
 
 
 def test_the_id_of_a_call_is_a_function_of_where_it_stands():
