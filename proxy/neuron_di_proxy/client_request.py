@@ -7,6 +7,9 @@ from neuron_di_proxy.choice_request import AS_IT_IS, BYTES_PER_TOKEN, ChoiceRequ
 from neuron_di_proxy.tool_calls import ToolUse
 
 UNLIMITED_TOKENS = 256  # what an answer counts that may be as long as the context allows
+# What an answer counts at most. A client may ask for any number, and nobody is computed more; but
+# what is added up across requests must stay far below what a float tells apart.
+COUNTED_TOKENS_MAX = 1 << 17
 
 
 class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         for prompt in self.prompts:
             prompt_bytes += memoryview(prompt).nbytes
         max_tokens = self.sampling.max_tokens or UNLIMITED_TOKENS
+        if max_tokens > COUNTED_TOKENS_MAX:
+            max_tokens = COUNTED_TOKENS_MAX
         return self.n * (prompt_bytes / BYTES_PER_TOKEN + max_tokens * len(self.prompts))
 
     def choice(self, index: int) -> ChoiceRequest:
