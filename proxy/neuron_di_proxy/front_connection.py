@@ -218,10 +218,12 @@ class FrontConnection(asyncio.Protocol):
             return
         head = read_head(bytes(received[:num_head_bytes]))
         self._owner.begins(self)
-        is_hot = head.method == "POST" and self._owner.takes_hot
+        endpoint = None
+        if head.method == "POST" and self._owner.takes_hot:
+            endpoint = HOT_PATHS.get(head.path) or HOT_PATHS.get(head.route)
         self._head = head
         del received[:num_head_bytes]
-        self._open(head, HOT_PATHS.get(head.path) if is_hot else None)
+        self._open(head, endpoint)
 
     def _open(self, head: RequestHead, endpoint: Endpoint | None) -> None:
         bytes_max: int = self._options.body_bytes_max

@@ -3,6 +3,8 @@
 import pytest
 from raw_http import RawClient, get, post
 
+from neuron_di_proxy.service import Service
+
 PATHS = [
     "/../../etc/passwd",
     "/v1/models/../../../etc/passwd",
@@ -45,3 +47,25 @@ async def test_however_a_route_is_written_its_limits_are_the_same(playing, path)
     async with RawClient(playing.proxy.address) as raw:
         raw.send(post(path, LARGE))
         assert (await raw.response()).status == 200
+
+
+@pytest.mark.parametrize("path", WRITTEN)
+async def test_however_a_route_is_written_it_is_admitted_before_its_body_is_there(
+    playing, path, monkeypatch
+):
+    opened, take = [], Service.open
+
+    def note(self, endpoint, headers):
+        opened.append(endpoint)
+        return take(self, endpoint, headers)
+
+    monkeypatch.setattr(Service, "open", note)
+    request = post(path, LARGE, "Expect: 100-continue")
+    begin = request.index(b"\r\n\r\n") + 4
+    async with RawClient(playing.proxy.address) as raw:
+        raw.send(request[:begin])
+        status_line, _ = await raw.read_head()
+        assert (status_line.split()[1], opened) == ("100", ["completions"])
+        raw.send(request[begin:])
+        assert (await raw.response()).status == 200
+        assert len(opened) == 1
