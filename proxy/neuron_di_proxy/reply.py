@@ -13,6 +13,7 @@ from neuron_di_proxy.token_lane import Lane
 
 UNREAD_BYTES_MAX = 4 << 20  # of a stream that its client does not take, beside its large pieces
 LARGE_PIECE_BYTES = 64 << 10  # a piece of more is a prompt's report, of which a choice has one
+EVENT_STREAM = ("content-type", "text/event-stream")
 PING = b": ping\n\n"  # an SSE comment: it keeps connections open that middle boxes think idle
 
 Headers = Sequence[tuple[str, str]]  # lower-case names, in the order they are sent

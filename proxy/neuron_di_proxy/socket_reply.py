@@ -8,7 +8,13 @@ from neuron_di.clock import unix_s
 from neuron_di.errors import LocalProtocolError
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.receipts import RequestRecord
-from neuron_di_proxy.reply import LARGE_PIECE_BYTES, PING, UNREAD_BYTES_MAX, Headers
+from neuron_di_proxy.reply import (
+    EVENT_STREAM,
+    LARGE_PIECE_BYTES,
+    PING,
+    UNREAD_BYTES_MAX,
+    Headers,
+)
 from neuron_di_proxy.token_lane import IS_COMPILED, Lane, Outlet
 
 _PING_CHUNK = b"%x\r\n%b\r\n" % (len(PING), PING)
@@ -41,6 +47,7 @@ class SocketReply:
 
     __slots__ = (
         "_closes",
+        "_has_events",
         "_has_length",
         "_is_chunked",
         "_num_large_bytes",
@@ -60,6 +67,7 @@ class SocketReply:
         self._is_chunked = is_chunked  # where the length is not known beforehand
         self._closes = closes
         self._has_length = False
+        self._has_events = False  # between which a comment may stand
         self._num_large_bytes = 0
         self.has_begun = False
         self.is_over = False
@@ -86,6 +94,7 @@ class SocketReply:
         self._outlet.head = None
         self._outlet.block()  # others may have written
         self.has_begun = True  # not before: a head that cannot be encoded must not count as sent
+        self._has_events = EVENT_STREAM in headers
         self._write(data)
 
     def _head(self, status: int, headers: Headers, length: int | None) -> bytes:
@@ -133,7 +142,7 @@ class SocketReply:
             on_begun()
 
         def begun() -> None:
-            self.has_begun = True
+            self.has_begun = self._has_events = True
             on_begun()
 
         # Made now, while nobody waits for it. It is sent where the lane finds nothing before it.
@@ -166,7 +175,7 @@ class SocketReply:
     @property
     def is_streaming(self) -> bool:
         """Whether a comment may be put between two pieces now."""
-        return self.has_begun and not self.is_over and self._is_chunked
+        return self._has_events and not self.is_over and self._is_chunked
 
     def ping(self) -> None:
         """Say that the stream lives."""

@@ -12,6 +12,7 @@ from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.openai_request import read_completion
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.receipts import RequestRecord
+from neuron_di_proxy.reply import EVENT_STREAM
 from neuron_di_proxy.socket_reply import SocketReply
 from neuron_di_proxy.token_lane import relay_told
 
@@ -27,7 +28,7 @@ class Streamed:
         self.wanted = read_completion(body, choices_max=8, traits_of=lambda _: ModelTraits())
         self.record = RequestRecord(request_id=RequestId("r"), model="tiny")
         answer = answer_to(self.wanted, RequestId("r"), ModelTraits())
-        self.sink = StreamedAnswer(answer, [self.record], self.reply, list)
+        self.sink = StreamedAnswer(answer, [self.record], self.reply, lambda: [EVENT_STREAM])
 
     def hear(self, index):
         given = token(index)

@@ -42,6 +42,7 @@ def test_what_a_lane_sends_is_what_python_writes(streamed):
     assert not streamed.reply.has_begun
     tell(lane, 0)
     assert streamed.reply.has_begun
+    assert streamed.reply.is_streaming
     tell(streamed.lane(), 1)
     streamed.sink.finished(0, finished(2))
     other = Streamed()

@@ -75,6 +75,19 @@ def test_a_stream_whose_tokens_take_a_lane_is_not_pinged(streamed):
     assert streamed.rig.received().count(PING) == 1
 
 
+@pytest.mark.parametrize(
+    ("media_type", "is_pinged"), [("text/event-stream", True), ("application/x-ndjson", False)]
+)
+def test_a_comment_stands_between_events_only(streamed, media_type, is_pinged):
+    """The lines of an order are a stream, too: JSON has no comments."""
+    reply = streamed.reply
+    assert not reply.is_streaming
+    reply.begin(200, [("content-type", media_type)], length=None, first=b"1\n")
+    assert reply.is_streaming == is_pinged
+    reply.end()
+    assert not reply.is_streaming
+
+
 @compiled
 def test_there_is_no_lane_before_the_response_has_begun(streamed):
     assert streamed.lane() is None
