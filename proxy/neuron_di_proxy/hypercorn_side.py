@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from h2.errors import ErrorCodes
-from h2.events import RequestReceived
+from h2.events import PriorityUpdated, RequestReceived
 from h2.exceptions import ProtocolError
 from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.asyncio.tcp_server import TCPServer
@@ -213,6 +213,7 @@ class _Held(TCPServer):
                 protocol.streams = _Streams(protocol)
                 protocol.stream_buffers = _Buffers(self.context.event_class)
                 protocol._create_stream = _served(protocol)  # type: ignore  # noqa: SLF001, PGH003
+                protocol._priority_updated = _unheeded  # type: ignore  # noqa: SLF001, PGH003
             if isinstance(event, Updated):
                 if event.idle:
                     self._rest(now_s())
@@ -255,6 +256,11 @@ def _served(protocol: H2Protocol) -> Callable[[RequestReceived], Coroutine[Any, 
                 protocol.connection.reset_stream(request.stream_id, ErrorCodes.PROTOCOL_ERROR)
 
     return take
+
+
+async def _unheeded(_: PriorityUpdated) -> None:
+    """RFC 9113 (5.3.2) deprecates what a client says of priorities. hypercorn would keep it, also
+    of streams that never begin, and fail with the thousandth."""
 
 
 class _Streams(dict[int, Any]):

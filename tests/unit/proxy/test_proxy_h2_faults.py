@@ -85,6 +85,23 @@ async def test_who_wants_to_join_while_making_room_fails_is_refused(fronts, monk
         assert fronts[0].num_connections <= 1
 
 
+async def test_priorities_of_streams_that_never_begin_are_not_kept(fronts, caplog):
+    num = 1100  # hypercorn takes a thousand
+    async with RunningProxy(config_with(), []) as proxy, RawClient(proxy.address) as raw:
+        client = H2Client(raw)
+        for stream in range(3, 2 * num + 3, 2):
+            client.state.prioritize(stream, weight=7, depends_on=0)
+        client.ask(1, "/live")
+        await client.until_over(1)
+        assert client.statuses[1] == 200
+        [held] = fronts[0]._hypercorn._held.values()
+        assert len(held.protocol.protocol.priority._streams) <= 2  # the root, and that request's
+        client.state.prioritize(2 * num + 3, weight=7, depends_on=1)
+        client.ask(2 * num + 5, "/live")
+        await client.until_over(2 * num + 5)
+    assert "connection_failed" not in caplog.text
+
+
 async def test_a_cancelled_request_spoils_no_later_head_of_its_connection(fronts):
     """Heads refer to those before them (HPACK): none that was made may be left out."""
     loop = asyncio.get_running_loop()
