@@ -283,8 +283,12 @@ def _structured_grammar(wanted: StructuredOutputs) -> Grammar:
     if schema is not None:
         param = "structured_outputs.json"
         raw = bytes(schema)
-        text: Any = msgspec.json.decode(raw, type=str).encode() if raw[:1] == b'"' else raw
-        return _schema_grammar(text, param)
+        if raw[:1] != b'"':
+            return _schema_grammar(raw, param)
+        raw = msgspec.json.decode(raw, type=str).encode()
+        grammar = _schema_grammar(raw, param)
+        refuse_doubles(raw, param)  # what is in a text was not seen when the body was read
+        return grammar
     if wanted.choice is not None:
         if not wanted.choice or not all(wanted.choice):
             raise BadRequest(

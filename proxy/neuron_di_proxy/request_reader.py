@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from neuron_di.errors import BadRequest
 from neuron_di_proxy.choice_request import Endpoint
 from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.field_rules import TraitsOf, draw_seed
@@ -77,9 +78,12 @@ class RequestReader:
             known = self._known.get(key)
             if known is not None and known.traits is self._traits_of(known.request.model):
                 return _with_prompt(known, prompt)
-        request = route.read(
-            body, choices_max=self._choices_max, traits_of=self._traits_of, members=members
-        )
+        try:
+            request = route.read(
+                body, choices_max=self._choices_max, traits_of=self._traits_of, members=members
+            )
+        except RecursionError:  # each reader of a part of it has a depth of its own
+            raise BadRequest("the body is nested too deeply") from None
         if key is not None:
             self._keep(key, _Known(request, self._traits_of(request.model)))
         return request

@@ -63,6 +63,14 @@ def test_b10_duplicate_keys(body, param):
     assert "twice" in error.message
 
 
+@BOTH
+def test_b10_duplicate_keys_of_a_schema_in_a_text(read):
+    for text in ('{"a": 1, "a": 2}', '{"p": [{"a": 1, "\\u0061": 2}]}'):
+        with pytest.raises(BadRequest, match="twice") as error:
+            read(structured_outputs={"json": text})
+        assert error.value.param == "structured_outputs.json"
+
+
 def test_b10_a_duplicate_key_is_repeated_only_so_far():
     name = b"x" * (1 << 20)
     error = refusal_of(b'{"%b": 1, "%b": 2}' % (name, name))

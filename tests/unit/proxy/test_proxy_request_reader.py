@@ -166,6 +166,34 @@ def test_a_broken_body_is_never_taken_for_a_known_one(body):
             fleet.read("completions", body)
 
 
+def deep_schema(depth: int) -> str:
+    return '{"type": "object", "x": ' + "[" * depth + "]" * depth + "}"
+
+
+def in_tools(schema: str) -> str:
+    tools = json.dumps(TOOLS).replace('{"type": "object"}', schema)
+    return f'"tool_choice": "required", "tools": {tools}'
+
+
+def in_a_text(schema: str) -> str:
+    return f'"structured_outputs": {{"json": {json.dumps(schema)}}}'
+
+
+@pytest.mark.parametrize("field", [in_tools, in_a_text])
+def test_what_no_reader_of_a_part_can_take_is_too_deep(field):
+    """At any depth: each of them can take another one."""
+    reasons = set()
+    for depth in range(1, 2 * sys.getrecursionlimit(), 20):
+        body = (
+            f'{{"model": "tiny", "messages": {json.dumps(MESSAGES)}, {field(deep_schema(depth))}}}'
+        )
+        try:
+            Fleet().read("chat", body.encode())
+        except BadRequest as error:
+            reasons.add(error.message)
+    assert reasons == {"the body is nested too deeply"}
+
+
 def test_an_endpoint_does_not_know_the_others_requests():
     fleet = Fleet()
     body = b'{"model": "tiny", "prompt": "a", "messages": [{"role": "user"}]}'
