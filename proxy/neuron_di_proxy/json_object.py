@@ -45,6 +45,9 @@ _HALF_SURROGATE = re.compile(
     rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
 )
 
+_PAIR_BYTES = 12  # of both escapes
+_PLACE = re.compile(r"\(byte ([0-9]+)\)$")  # in the decoder's words
+
 Value = TypeVar("Value")
 # Name, and where its value begins and ends in the body; None: not known.
 Members = list[tuple[str, int, int]] | None
@@ -135,11 +138,19 @@ def read_one_by_one(body: bytes) -> dict[str, msgspec.Raw]:
     except UnicodeDecodeError:
         raise BadRequest("the body is not valid JSON: it is not UTF-8") from None
     except msgspec.DecodeError as error:
-        if _HALF_SURROGATE.search(body):  # which the decoder has many names for
+        if _is_half_a_character(body, str(error)):
             raise BadRequest("the body is not valid JSON: it holds half of a character") from None
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
+
+
+def _is_half_a_character(body: bytes, reason: str) -> bool:
+    """Whether half of a character is what the decoder failed at. It has many names for that."""
+    place = _PLACE.search(reason)
+    at = int(place[1]) if place else len(body)  # it says of an end only that it is one
+    found = _HALF_SURROGATE.search(body, max(0, at - _PAIR_BYTES), at + _PAIR_BYTES)
+    return found is not None and found.start() <= at
 
 
 def read_members(

@@ -1,6 +1,7 @@
 """The compiled way through a body: what it takes apart, the other ways take apart alike."""
 
 import json
+import sys
 
 import msgspec
 import pytest
@@ -217,3 +218,30 @@ def test_a_proxy_without_the_extension_reads_the_same(monkeypatch):
     compiled = [as_bytes(read_body(body)) for body in bodies]
     monkeypatch.setattr(json_object, "members_of", lambda _: None)
     assert [as_bytes(read_body(body)) for body in bodies] == compiled
+
+
+@pytest.mark.parametrize(
+    ("end", "is_half"),
+    [
+        (b"", False),
+        (b'\n"}', False),
+        (rb'\x"}', False),
+        (rb'\ud83d\ude00\x"}', False),
+        (rb'\ud800"}', True),
+        (rb'\ud800 and more"}', True),
+    ],
+)
+def test_half_a_character_is_not_looked_for_in_all_of_a_long_body(end, is_half, monkeypatch):
+    num_searched = []
+
+    class Watched:
+        def search(self, body, begin=0, end=sys.maxsize):
+            num_searched.append(min(end, len(body)) - begin)
+            return half.search(body, begin, end)
+
+    half = json_object._HALF_SURROGATE
+    monkeypatch.setattr(json_object, "_HALF_SURROGATE", Watched())
+    with pytest.raises(BadRequest) as error:
+        read_body(rb'{"prompt": "\ud83d\ude00%b%b' % (b"x" * (1 << 20), end))
+    assert ("half of a character" in error.value.message) == is_half
+    assert sum(num_searched) <= 64
