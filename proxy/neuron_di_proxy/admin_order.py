@@ -10,6 +10,7 @@ from neuron_di.errors import BadRequest, ClientError, TooLarge
 from neuron_di.types import WORKER_ID_PATTERN, Role
 from neuron_di.wire import Failed
 from neuron_di.wire.admin import ORDER_BYTES_MAX, DrainProgress, Seconds
+from neuron_di_proxy.body_refusal import check_json
 from neuron_di_proxy.json_object import explain
 
 Phase = Literal[
@@ -18,13 +19,6 @@ Phase = Literal[
 ]  # fmt: skip
 
 _WorkerName = Annotated[str, msgspec.Meta(pattern=rf"\A{WORKER_ID_PATTERN}\Z")]
-
-
-class NotJson(ClientError):
-    """Raised when an order is not said to be JSON: a foreign web page can send anything else."""
-
-    http_status = 415
-    code = "unsupported_media_type"
 
 
 class NotHere(ClientError):
@@ -109,9 +103,7 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _check_form(headers: Mapping[str, str], body: bytes) -> None:
-    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise NotJson("an order is sent with Content-Type: application/json")
+    check_json(headers)
     if len(body) > ORDER_BYTES_MAX:
         raise TooLarge(f"an order has at most {ORDER_BYTES_MAX} bytes")
 

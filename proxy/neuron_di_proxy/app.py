@@ -236,9 +236,7 @@ class Proxy(Quart):
         if not self.service.keys.are_asked_for:
             assert request.scope is not None, "it came over ASGI"
             check_sender(request.fields, (request.scope.get("client") or ("",))[0])
-        check_body_form(request.fields)
-        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
-        return bytes(body)
+        return await _json_body(request)
 
     def _health(self) -> HealthAnswer:
         service = self.service
@@ -260,8 +258,7 @@ class Proxy(Quart):
         request, service = _this_request(), self.service
         exchange = request.exchange = service.open(endpoint, request.fields)
         request.cleanup.callback(exchange.close)
-        check_body_form(request.fields)
-        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        body = await _json_body(request)
         reply = QuartReply(service.config.front.ping_interval_s)
         answering = asyncio.create_task(exchange.answer(body, reply))
         answering.add_done_callback(lambda _: reply.abort())  # one without an end is broken off
@@ -274,8 +271,7 @@ class Proxy(Quart):
         request, service = _this_request(), self.service
         ticket = service.admission.arrive(request.tenant)
         request.cleanup.callback(ticket.close)
-        check_body_form(request.fields)
-        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        body = await _json_body(request)
         ticket.take(1, len(body) / BYTES_PER_TOKEN)
         await ticket.turn(Deadline.after(service.limits.queue_timeout_s))
         return Response(
@@ -335,6 +331,11 @@ def _this_request() -> ProxyRequest:
     """The request that the running task serves."""
     assert isinstance(current_request, ProxyRequest), "the app makes its requests of this class"
     return current_request
+
+
+async def _json_body(request: ProxyRequest) -> bytes:
+    check_body_form(request.fields, is_json=True)
+    return bytes(await request.get_data(cache=False, as_text=False, parse_form_data=False))
 
 
 async def _echo_id(response: ResponseTypes) -> ResponseTypes:

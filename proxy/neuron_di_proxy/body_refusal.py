@@ -16,6 +16,13 @@ class BadContentCoding(ClientError):
     code = "unsupported_content_encoding"
 
 
+class NotJson(ClientError):
+    """Raised when a body is not said to be JSON: a foreign web page can send anything else."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
 class BadExpectation(ClientError):
     """Raised when a client expects what we do not do."""
 
@@ -57,19 +64,37 @@ def head_late(timeout_s: float) -> HeadLate:
     return HeadLate(f"the request's head was not there after {timeout_s:g} s")
 
 
-def check_body_form(headers: Mapping[str, str]) -> None:
-    """Refuse a body in a form we do not take, by its head alone.
+def check_json(headers: Mapping[str, str]) -> None:
+    """Refuse a body whose head does not say that it is JSON, whatever the body is.
 
-    `headers` go by lower-case name. Raises BadContentCoding or BadExpectation.
+    Any page that a user has open may send forms, text and bodies of no type at all (JavaScript's
+    typed arrays) to a server on the user's machine, and that would compute. Before it sends JSON,
+    its browser asks the server, which does not allow it. `headers` go by lower-case name.
     """
+    given = headers.get("content-type")
+    if given == "application/json":  # nearly always
+        return
+    if given is None or given.partition(";")[0].strip().lower() != "application/json":
+        raise NotJson("the body is JSON: send it with the header Content-Type: application/json")
+
+
+def check_body_form(headers: Mapping[str, str], *, is_json: bool) -> None:
+    """Refuse a body in a form we do not take, by its head alone. `is_json`: the route reads it.
+
+    `headers` go by lower-case name. Raises NotJson, BadContentCoding or BadExpectation.
+    """
+    if is_json:
+        check_json(headers)
     if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
         raise BadContentCoding("bodies are taken as they are, without Content-Encoding")
     if headers.get("expect", "100-continue").strip().lower() != "100-continue":
         raise BadExpectation("of Expect only 100-continue is known")
 
 
-def check_body(headers: Mapping[str, str], num_bytes: int | None, bytes_max: int) -> None:
+def check_body(
+    headers: Mapping[str, str], num_bytes: int | None, bytes_max: int, *, is_json: bool
+) -> None:
     """The same, and TooLarge where the head tells of more bytes than the limit."""
-    check_body_form(headers)
+    check_body_form(headers, is_json=is_json)
     if num_bytes is not None and num_bytes > bytes_max:
         raise body_too_large(bytes_max)

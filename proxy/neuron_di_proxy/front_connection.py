@@ -234,7 +234,7 @@ class FrontConnection(asyncio.Protocol):
                 other.check_key()
             else:
                 self._exchange = self._service.open(endpoint, head.headers)
-            check_body(head.headers, head.body_bytes, bytes_max)
+            check_body(head.headers, head.body_bytes, bytes_max, is_json=endpoint is not None)
         except Exception as error:
             if not isinstance(error, NeuronDiError):
                 _log.exception("internal_error")

@@ -90,19 +90,22 @@ def _schema(name: str) -> _Json:
     return {"schema": {"$ref": f"#/components/schemas/{name}"}}
 
 
+_FAILURE: _Json = {"description": "Why not", "content": {"application/json": _schema("Error")}}
+_NOT_JSON = _FAILURE | {"description": "Not said to be JSON, or compressed"}
+
+
 def _operation(summary: str, content: _Json) -> _Json:
-    failure = {"description": "Why not", "content": {"application/json": _schema("Error")}}
     retry_after = {"headers": {"Retry-After": {"schema": {"type": "integer", "minimum": 1}}}}
     return {
         "summary": summary,
         "responses": {
             "200": {"description": summary, "content": content},
-            "400": failure,
-            "401": failure,
-            "404": failure,
-            "429": failure | retry_after,
-            "503": failure | retry_after,
-            "default": failure,
+            "400": _FAILURE,
+            "401": _FAILURE,
+            "404": _FAILURE,
+            "429": _FAILURE | retry_after,
+            "503": _FAILURE | retry_after,
+            "default": _FAILURE,
         },
     }
 
@@ -127,14 +130,13 @@ def _order(summary: str, body: str) -> _Json:
         "contentSchema": {"$ref": "#/components/schemas/OrderLine"},
     }
     operation = _operation(summary, {"application/x-ndjson": {"schema": lines}})
-    failure = operation["responses"]["default"]
     operation["responses"] |= {
-        "403": failure | {"description": "An operator's key is needed"},
-        "404": failure | {"description": "No worker, or more than one, has this name"},
-        "409": failure | {"description": "It is the last of its role, or is told otherwise"},
-        "413": failure,
-        "415": failure | {"description": "Not said to be JSON"},
-        "502": failure | {"description": "The worker cannot be reached"},
+        "403": _FAILURE | {"description": "An operator's key is needed"},
+        "404": _FAILURE | {"description": "No worker, or more than one, has this name"},
+        "409": _FAILURE | {"description": "It is the last of its role, or is told otherwise"},
+        "413": _FAILURE,
+        "415": _NOT_JSON,
+        "502": _FAILURE | {"description": "The worker cannot be reached"},
     }
     return operation | {
         "requestBody": {"required": True, "content": {"application/json": _schema(body)}}
@@ -142,7 +144,9 @@ def _order(summary: str, body: str) -> _Json:
 
 
 def _post(summary: str, body: str, answer: str) -> _Json:
-    return _get(summary, answer) | {
+    operation = _get(summary, answer)
+    operation["responses"]["415"] = _NOT_JSON
+    return operation | {
         "requestBody": {"required": True, "content": {"application/json": _schema(body)}}
     }
 

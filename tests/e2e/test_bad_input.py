@@ -69,7 +69,9 @@ async def test_wrong_field_is_named(
 )
 async def test_bad_json(llama_1p1d: Client, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
-        async with llama_1p1d.session.post(llama_1p1d.url + path, data=body) as response:
+        async with llama_1p1d.session.post(
+            llama_1p1d.url + path, data=body, headers={"Content-Type": "application/json"}
+        ) as response:
             assert response.status == 400
             assert (await response.json())["error"]["type"] == "invalid_request_error"
 

@@ -108,6 +108,8 @@ def post(path: str, body: bytes | dict[str, Any], *headers: str, version: str = 
     """A whole request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/{version}", "Host: a", f"Content-Length: {len(data)}", *headers]
+    if not any(line.lower().startswith("content-type:") for line in headers):
+        lines.append("Content-Type: application/json")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 

@@ -48,7 +48,7 @@ class RunningProxy:
         )
 
     async def __aenter__(self) -> Self:
-        self.http = aiohttp.ClientSession(self.url)
+        self.http = aiohttp.ClientSession(self.url, headers={"Content-Type": "application/json"})
         self.openai = openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=30
         )

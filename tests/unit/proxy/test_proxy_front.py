@@ -102,7 +102,8 @@ async def test_a_request_that_comes_byte_by_byte(playing, raw):
 async def test_a_chunked_request(playing, raw):
     body = json.dumps(WHOLE).encode()
     raw.send(
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
         + b"".join(b"1\r\n%c\r\n" % byte for byte in body)
         + b"0\r\n\r\n"
     )

@@ -25,6 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_polic
 
 PATH = "/v1/completions"
 WHOLE = {"model": "tiny", "prompt": "hi"}
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
 STREAM = WHOLE | {"stream": True, "max_tokens": None}
 HURRIED = FrontOptions(
     header_timeout_s=0.3, body_timeout_s=0.3, body_bytes_max=4096, connections_max=20
@@ -72,8 +76,7 @@ async def test_b01_a_declared_body_over_the_limit_is_refused_before_it_is_read(h
 
 
 async def test_b02_a_chunked_body_over_the_limit_is_refused_as_it_comes(hurried):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    response = await refusal(hurried, head + b"800\r\n%b\r\n" % (b"x" * 0x800) * 3)
+    response = await refusal(hurried, CHUNKED + b"800\r\n%b\r\n" % (b"x" * 0x800) * 3)
     assert (response.status, all_keys(response)) == (413, True)
     assert await still_serves(hurried)
 
@@ -206,8 +209,7 @@ async def test_b08_what_could_be_read_in_two_ways_is_refused_and_ends_the_connec
 
 
 async def test_b08_chunks_that_are_none_end_the_connection(hurried):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    response = await refusal(hurried, head + b"3\r\nabcdef\r\n0\r\n\r\n" + post(PATH, WHOLE))
+    response = await refusal(hurried, CHUNKED + b"3\r\nabcdef\r\n0\r\n\r\n" + post(PATH, WHOLE))
     assert response.status == 400
     assert await still_serves(hurried)
 

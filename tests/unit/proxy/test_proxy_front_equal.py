@@ -36,6 +36,9 @@ CASES = {
     "wrong id": post(BLUE, CHAT, "X-Request-Id: not good"),
     "unknown model": post(GREEN, COMPLETION | {"model": "other"}),
     "compressed": post(GREEN, COMPLETION, "Content-Encoding: gzip"),
+    "a form": post(GREEN, COMPLETION, "Content-Type: application/x-www-form-urlencoded"),
+    "text": post(BLUE, CHAT | STREAM, "Content-Type: text/plain;charset=UTF-8"),
+    "JSON in UTF-8": post(BLUE, CHAT, "content-type: Application/JSON; charset=utf-8"),
     "too large": post(GREEN, b" " * 5000),
 }
 

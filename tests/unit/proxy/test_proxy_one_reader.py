@@ -145,6 +145,8 @@ class Http2:
         """The status and the body of a response."""
         stream = self.state.get_next_available_stream_id()
         pseudo = {":method": method, ":path": path, ":scheme": "http", ":authority": "a"}
+        if body:
+            headers = (("content-type", "application/json"), *headers)
         self.state.send_headers(stream, [*pseudo.items(), *headers], end_stream=not body)
         if body:
             self.state.send_data(stream, body, end_stream=True)
