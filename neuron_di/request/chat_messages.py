@@ -68,9 +68,12 @@ def _check_message(where: str, message: Any, takes_tool_calls: bool) -> dict[str
     if name is not None and not isinstance(name, str):
         raise _bad(f"{where}.name must be a string")
     checked = _known(where, message, (*_KEYS_OF_ALL, *_KEYS_OF_ROLE[role]))
-    if role == "assistant" and checked.get("tool_calls"):
-        checked["tool_calls"] = _check_calls(f"{where}.tool_calls", checked["tool_calls"])
-        if not takes_tool_calls:
+    if role == "assistant":
+        calls = checked.get("tool_calls")
+        if calls is not None:
+            checked["tool_calls"] = _check_calls(f"{where}.tool_calls", calls)
+        # An answer may have none of it: all was reasoning, or a tag that is not shown.
+        if calls is None or not takes_tool_calls:
             checked.setdefault("content", "")
     elif "content" not in checked:
         raise _bad(f"{where}.content must be a string or a list of text parts")

@@ -171,7 +171,7 @@ def test_reasoning_has_several_names(name):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({**call({}), "tool_calls": {}}, "content"),
+        ({**call({}), "tool_calls": {}}, "tool_calls must be a list"),
         ({**call({}), "tool_calls": {"a": 1}}, "tool_calls must be a list"),
         ({**call({}), "tool_calls": ["x"]}, r"tool_calls\[0\] must have a function"),
         ({**call({}), "tool_calls": [{"function": {}}]}, "a function with a name"),
@@ -182,7 +182,7 @@ def test_reasoning_has_several_names(name):
         (call("[1]"), "must be a JSON object"),
         (call(7), "must be a JSON object"),
         ({**call({}), "content": 7}, "content must be a string"),
-        ({"role": "assistant", "content": None}, "content must be"),
+        ({"role": "assistant", "content": []}, "content must be"),
         ({"role": "tool", "content": None}, "content must be"),
         ({"role": "user", "content": "x", "name": 7}, r"name must be a string"),
         ({"role": "assistant", "content": "x", "reasoning": [1]}, "reasoning must be a string"),
@@ -226,6 +226,15 @@ def test_an_answer_can_be_sent_back_as_it_came():
     template = ChatTemplate(STYLES["hermes"], {})
     for bare, key in ((plain, {"tool_calls": []}), (call({}), {"reasoning": None})):
         assert template.render([ASK, {**bare, **nothing, **key}]) == template.render([ASK, bare])
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("more", [{}, {"reasoning": "because"}, {"tool_calls": []}], ids=str)
+def test_an_answer_without_content_is_an_empty_one(name, more):
+    template = ChatTemplate(STYLES[name], {"bos_token": "", "eos_token": ""})
+    empty = template.render([ASK, {"role": "assistant", **more, "content": ""}, ASK])
+    for content in ({"content": None}, {}):
+        assert template.render([ASK, {"role": "assistant", **more, **content}, ASK]) == empty
 
 
 @pytest.mark.parametrize(
