@@ -183,7 +183,7 @@ class PromptReader:
         if len(text) <= bytes_max and len(text.encode("utf-8", "surrogatepass")) <= bytes_max:
             return text
         if options.keep_last_tokens is None:
-            raise BadRequest(
+            raise ContextExceeded(
                 f"the prompt is longer than {bytes_max} bytes, which are more tokens than the "
                 f"{self.context_tokens} of the context",
                 param=param,

@@ -166,7 +166,7 @@ def test_what_cannot_fit_the_context_is_not_tokenised(
         for text in (wide, long):
             prompt = text if endpoint == "completions" else [{**ASK, "content": text}]
             error = refusal(reader, leg_of(prompt, endpoint))
-            assert error.param == param
+            assert (error.code, error.param) == ("context_length_exceeded", param)
             assert f"{num_bytes} bytes" in error.message
             with pytest.raises(BadRequest):
                 reader.read_prompt(endpoint, raw(prompt), PromptOptions())
