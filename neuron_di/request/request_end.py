@@ -48,10 +48,11 @@ def resolve_max_tokens(
     if params.fits_context:
         max_tokens = min(max_tokens, room)
     if max_tokens > room:
+        name = params.max_tokens_param
         raise ContextExceeded(
-            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, the context "
-            f"holds {context_tokens}: max_tokens can be at most {room}",
-            param="max_tokens",
+            f"the prompt has {num_prompt} tokens and {name} is {max_tokens}, the context "
+            f"holds {context_tokens}: {name} can be at most {room}",
+            param=name,
         )
     check_min_tokens(params, max_tokens)
     return max_tokens

@@ -57,13 +57,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `seed` is set by whoever starts the request, so that both legs draw the same numbers. A worker
     takes None for 0.
     `max_tokens` None means: as many as the context holds. With `fits_context` more than that is
-    cut to it, where it is refused otherwise: nobody asked for so many.
+    cut to it, where it is refused otherwise: nobody asked for so many. `max_tokens_param` is the
+    client's field for it, which errors name.
     `logprobs` is the number of alternatives to report per token; None reports nothing.
     `logit_bias` is added to raw logits, `allowed_token_ids` (None: all) are the only ones that
     can be chosen, `bad_words` are never completed.
     """
 
     max_tokens: int | None = 16
+    max_tokens_param: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     fits_context: bool = False
     min_tokens: int = 0
     temperature: float = 1.0

@@ -57,6 +57,8 @@ def read_chat(
         logprobs=_logprobs(fields),
         grammar=_grammar(fields, tools, traits),
     )
+    if fields.max_completion_tokens is not None:
+        sampling = msgspec.structs.replace(sampling, max_tokens_param="max_completion_tokens")
     include_usage, continuous_usage = usage_of(fields)
     return ClientRequest(
         endpoint="chat",

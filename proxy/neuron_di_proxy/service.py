@@ -296,7 +296,9 @@ class Exchange:
     def _within_tenants_limits(self, wanted: ClientRequest) -> ClientRequest:
         sampling = wanted.sampling
         is_asked = not sampling.fits_context
-        max_tokens = self._tenant.cap_tokens(sampling.max_tokens, is_asked=is_asked)
+        max_tokens = self._tenant.cap_tokens(
+            sampling.max_tokens, is_asked=is_asked, param=sampling.max_tokens_param
+        )
         if max_tokens == sampling.max_tokens:
             return wanted
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)

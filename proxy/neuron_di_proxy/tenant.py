@@ -21,9 +21,10 @@ class Tenant:
     max_tokens: int | None = None  # of one answer
     is_operator: bool = False  # may see the state of the server, which shows all tenants
 
-    def cap_tokens(self, max_tokens: int | None, *, is_asked: bool) -> int | None:
+    def cap_tokens(self, max_tokens: int | None, *, is_asked: bool, param: str) -> int | None:
         """How long an answer may be for which `max_tokens` are asked, or else the default.
 
+        `param` is the client's field for it.
         Raises BadRequest when more are asked for than the tenant may have.
         """
         if self.max_tokens is None:
@@ -33,7 +34,7 @@ class Tenant:
         if max_tokens > self.max_tokens:
             raise BadRequest(
                 f"this API key allows answers of at most {self.max_tokens} tokens",
-                param="max_tokens",
+                param=param,
             )
         return max_tokens
 

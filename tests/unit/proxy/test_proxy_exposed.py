@@ -110,6 +110,9 @@ async def test_a_tenants_longest_answer(exposed):
     status, _, document = await exposed.ask(body=BODY | {"max_tokens": 21}, headers=headers)
     assert (status, document["error"]["param"]) == (400, "max_tokens")
     chat = {name: value for name, value in CHAT.items() if name != "max_tokens"}
+    long = chat | {"max_completion_tokens": 21}
+    status, _, document = await exposed.ask("POST", "/v1/chat/completions", long, headers)
+    assert (status, document["error"]["param"]) == (400, "max_completion_tokens")
     assert (await exposed.ask("POST", "/v1/chat/completions", chat, headers))[0] == 200
     assert [leg.message.sampling.max_tokens for leg in exposed.prefill.legs] == [20]
 

@@ -110,16 +110,17 @@ def test_the_prompt_is_passed_on_byte_for_byte():
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("fields", "expected", "name"),
     [
-        ({}, None),
-        ({"max_tokens": 3}, 3),
-        ({"max_completion_tokens": 4}, 4),
-        ({"max_tokens": 4, "max_completion_tokens": 4}, 4),
+        ({}, None, "max_tokens"),
+        ({"max_tokens": 3}, 3, "max_tokens"),
+        ({"max_completion_tokens": 4}, 4, "max_completion_tokens"),
+        ({"max_tokens": 4, "max_completion_tokens": 4}, 4, "max_completion_tokens"),
     ],
 )
-def test_a_chats_limit_has_two_names(fields, expected):
-    assert chat(**fields).sampling.max_tokens == expected
+def test_a_chats_limit_has_two_names(fields, expected, name):
+    sampling = chat(**fields).sampling
+    assert (sampling.max_tokens, sampling.max_tokens_param) == (expected, name)
 
 
 @pytest.mark.parametrize(

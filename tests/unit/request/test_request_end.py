@@ -33,7 +33,13 @@ def test_a_limit_that_nobody_asked_for_is_cut_to_the_context(max_tokens, resolve
         (SamplingParams(), 0, "empty", "prompt"),
         (SamplingParams(max_tokens=1), 10, "has 10 tokens, the context holds 10", "prompt"),
         (SamplingParams(max_tokens=None), 99, "has 99 tokens, the context holds 10", "prompt"),
-        (SamplingParams(max_tokens=7), 4, "at most 6", "max_tokens"),
+        (SamplingParams(max_tokens=7), 4, "max_tokens can be at most 6", "max_tokens"),
+        (
+            SamplingParams(max_tokens=7, max_tokens_param="max_completion_tokens"),
+            4,
+            "max_completion_tokens is 7.* max_completion_tokens can be at most 6",
+            "max_completion_tokens",
+        ),
         (SamplingParams(max_tokens=None, min_tokens=7), 4, "more than the 6", "min_tokens"),
     ],
 )
