@@ -111,7 +111,7 @@ def _check_content(where: str, content: Any) -> str:
 _OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "audio_url", "video_url")
 # Beside a part's text clients say what another server may keep of the prompt. As with
 # prompt_cache_key, no answer depends on it.
-_PART_KEYS = ("type", "text", "cache_control")
+_PART_KEYS = ("type", "text", "cache_control", "prompt_cache_breakpoint")
 
 
 def _part_text(where: str, part: Any) -> str:

@@ -138,6 +138,8 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, str] | None = None
     session_id: str | None = None
 
 

@@ -145,6 +145,8 @@ def test_fields_about_the_clients_account_are_taken(read):
         "service_tier": "auto",
         "safety_identifier": "s",
         "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
         "session_id": "s",
     }
     given = read(**account, response_format={"type": "text"}, n=1, seed=1)

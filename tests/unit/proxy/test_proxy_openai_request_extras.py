@@ -4,12 +4,15 @@ import json
 
 import msgspec
 import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 from request_bodies import TRAITS, chat, completion
 
 from neuron_di.errors import BadRequest
 from neuron_di.wire import Grammar, PromptOptions
 from neuron_di.wire.legs import JSON_NULL
 from neuron_di_proxy.model_traits import ModelTraits
+from neuron_di_proxy.request_fields import REFUSALS, UNREAD_FIELDS, ChatFields, CompletionFields
 
 BOTH = pytest.mark.parametrize("read", [completion, chat])
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -53,6 +56,20 @@ def test_stream_options_that_cannot_be_are_refused(read, options, param):
 @BOTH
 def test_stream_options_need_a_stream(read):
     assert refused(read, stream_options={"include_usage": True}) == "stream_options"
+
+
+# What OpenAI's client knows.
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [(chat_params, ChatFields), (completion_params, CompletionFields)],
+    ids=["chat", "completions"],
+)
+def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(params, kind):
+    endpoint = "chat" if kind is ChatFields else "completions"
+    known = {*kind.__struct_fields__, *UNREAD_FIELDS[endpoint], *REFUSALS}
+    assert set(params.CompletionCreateParamsBase.__annotations__) <= known
 
 
 # What is reported of a prompt.

@@ -107,7 +107,10 @@ def test_text_parts_are_joined():
 
 def test_what_a_part_says_of_caches_changes_nothing():
     template = ChatTemplate("{{ messages[0].content }}", {})
-    hints = ({"cache_control": {"type": "ephemeral"}}, {"cache_control": None})
+    hints = (
+        {"cache_control": {"type": "ephemeral"}},
+        {"prompt_cache_breakpoint": {"ttl": "30m"}, "cache_control": None},
+    )
     parts = [{"type": "text", "text": "one", **hint} for hint in hints]
     assert template.render([{"role": "user", "content": parts}]) == "one\none"
 
