@@ -52,9 +52,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag="text"):
     """Any text."""
 
+    json_schema: Unsupported = None
+
 
 class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_object"):
     """Any JSON object."""
+
+    json_schema: Unsupported = None
 
 
 class NamedSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

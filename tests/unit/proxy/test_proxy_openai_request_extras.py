@@ -72,6 +72,17 @@ def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(params, k
     assert set(params.CompletionCreateParamsBase.__annotations__) <= known
 
 
+@BOTH
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+def test_a_format_without_a_schema_may_say_so(read, kind):
+    """As a client's model of all formats does."""
+    said = read(response_format={"type": kind, "json_schema": None}, seed=1)
+    assert said == read(response_format={"type": kind}, seed=1)
+    schema = {"name": "n", "schema": SCHEMA}
+    wrong = {"type": kind, "json_schema": schema}
+    assert refused(read, response_format=wrong) == "response_format.json_schema"
+
+
 # What is reported of a prompt.
 
 
