@@ -105,7 +105,7 @@ def _max_tokens(fields: ChatFields) -> int | None:
 def _logprobs(fields: ChatFields) -> int | None:
     if fields.logprobs:
         return fields.top_logprobs or 0
-    if fields.top_logprobs is not None:
+    if fields.top_logprobs:
         raise BadRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
     return None
 

@@ -26,6 +26,7 @@ from neuron_di_proxy.json_object import (
 )
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.request_fields import (
+    FIELDS_OF_ANY,
     REFUSALS,
     UNREAD_FIELDS,
     JsonObjectFormat,
@@ -228,12 +229,16 @@ def keep_last_of(fields: RequestFields, traits: ModelTraits, max_tokens: int | N
 
 
 def _refuse_field(name: str, raw: msgspec.Raw) -> None:
-    reason = REFUSALS.get(name)
-    if reason is None:
-        name = name[:NAME_CHARS_MAX]
-        raise BadRequest(f"`{name}` is not a field of this endpoint", param=name)
-    if given(raw) is not None:
-        raise BadRequest(f"`{name}` {reason}", param=name)
+    if is_known_null(name, raw):
+        return
+    reason = REFUSALS.get(name, "is not a field of this endpoint")
+    name = name[:NAME_CHARS_MAX]
+    raise BadRequest(f"`{name}` {reason}", param=name)
+
+
+def is_known_null(name: str, raw: msgspec.Raw) -> bool:
+    """Whether a client says that a field which some endpoint knows, or refuses, is not there."""
+    return given(raw) is None and (name in FIELDS_OF_ANY or name in REFUSALS)
 
 
 def _refuse_what_is_not_there(fields: RequestFields) -> None:

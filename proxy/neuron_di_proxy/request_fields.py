@@ -160,7 +160,10 @@ class ChatFields(RequestFields, kw_only=True, forbid_unknown_fields=True):
 
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[NumAlternatives, _says("Needs `logprobs` to be true.")] | None = None
+    top_logprobs: (
+        Annotated[NumAlternatives, _says("More than 0 needs `logprobs` to be true.")] | None
+    ) = None
+    echo: Literal[False] | None = None  # of completions, in vLLM also of chats
     tools: msgspec.Raw = _raw()
     tool_choice: msgspec.Raw = _raw()
     parallel_tool_calls: bool | None = None
@@ -176,6 +179,11 @@ UNREAD_FIELDS: dict[Endpoint, frozenset[str]] = {
     "completions": frozenset({"prompt"}),
     "chat": frozenset({"messages", "documents"}),
 }
+
+# Of either endpoint: null is taken by the other, too.
+FIELDS_OF_ANY = frozenset(
+    (*CompletionFields.__struct_fields__, *ChatFields.__struct_fields__)
+).union(*UNREAD_FIELDS.values())
 
 _INTERNAL = "is between this server and its workers: it is never taken from a client"
 _NO_GRAMMAR = "is not supported: `response_format` and `structured_outputs` say what an answer is"

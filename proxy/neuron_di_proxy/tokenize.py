@@ -15,8 +15,10 @@ from neuron_di.wire import (
     leg_event_decoder,
 )
 from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.field_rules import is_known_null
 from neuron_di_proxy.json_object import explain, read_body
 from neuron_di_proxy.route import Router
+from neuron_di_proxy.tool_calls import check_tools
 from neuron_di_proxy.worker_client import WorkerClient
 from neuron_di_proxy.workers import Process, process_of
 
@@ -56,6 +58,8 @@ class _ChatFields(_Fields, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
     def question(self) -> TokenizePrompt:
+        if self.tools is not JSON_NULL:
+            check_tools(self.tools)
         options = PromptOptions(
             tools=self.tools,
             documents=self.documents,
@@ -113,14 +117,16 @@ async def forward_tokenize(
 
 
 def _read(kind: TokenizeKind, body: bytes) -> _TextFields | _ChatFields | _IdFields:
-    names = read_body(body).keys()
+    members = read_body(body)
+    names = {name for name, raw in members.items() if not is_known_null(name, raw)}
     fields: type[_TextFields | _ChatFields | _IdFields] = _IdFields
     if kind == "tokenize":
         if ("prompt" in names) == ("messages" in names):
             raise BadRequest("either `prompt` or `messages` must be given", param="prompt")
         fields = _TextFields if "prompt" in names else _ChatFields
     try:
-        return msgspec.json.decode(body, type=fields)
+        given = msgspec.json.encode({name: members[name] for name in members if name in names})
+        return msgspec.json.decode(given, type=fields)
     except msgspec.ValidationError as error:
         raise explain(str(error)) from None
 

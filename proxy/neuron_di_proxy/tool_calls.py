@@ -120,6 +120,11 @@ class ToolUse:
         return schema
 
 
+def check_tools(tools: msgspec.Raw) -> dict[str, dict[str, Any]]:
+    """The JSON Schema of each tool's arguments, by its name. Raises BadRequest."""
+    return _parameters(_decode(_tools_decoder, tools, "tools"))
+
+
 def read_tools(
     tools: msgspec.Raw | None,
     tool_choice: msgspec.Raw | None,
@@ -137,7 +142,7 @@ def read_tools(
         if parallel is not None:
             raise BadRequest("`parallel_tool_calls` needs `tools`", param="parallel_tool_calls")
         return None
-    parameters = _parameters(_decode(_tools_decoder, tools, "tools"))
+    parameters = check_tools(tools)
     chosen = choice.function.name if isinstance(choice, _NamedTool) else None
     if chosen is not None and chosen not in parameters:
         raise BadRequest("`tool_choice` names a tool that is not in `tools`", param="tool_choice")

@@ -130,6 +130,8 @@ def test_a_chats_limit_has_two_names(fields, expected, name):
         ({"logprobs": False}, None),
         ({"logprobs": True}, 0),
         ({"logprobs": True, "top_logprobs": 4}, 4),
+        ({"top_logprobs": 0}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
     ],
 )
 def test_a_chats_logprobs(fields, expected):

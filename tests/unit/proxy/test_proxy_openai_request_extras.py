@@ -12,7 +12,13 @@ from neuron_di.errors import BadRequest
 from neuron_di.wire import Grammar, PromptOptions
 from neuron_di.wire.legs import JSON_NULL
 from neuron_di_proxy.model_traits import ModelTraits
-from neuron_di_proxy.request_fields import REFUSALS, UNREAD_FIELDS, ChatFields, CompletionFields
+from neuron_di_proxy.request_fields import (
+    FIELDS_OF_ANY,
+    REFUSALS,
+    UNREAD_FIELDS,
+    ChatFields,
+    CompletionFields,
+)
 
 BOTH = pytest.mark.parametrize("read", [completion, chat])
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -81,6 +87,18 @@ def test_a_format_without_a_schema_may_say_so(read, kind):
     schema = {"name": "n", "schema": SCHEMA}
     wrong = {"type": kind, "json_schema": schema}
     assert refused(read, response_format=wrong) == "response_format.json_schema"
+
+
+@pytest.mark.parametrize("read", [completion, chat])
+def test_null_is_taken_of_any_field_that_is_known_somewhere(read):
+    own = "prompt" if read is completion else "messages"
+    nulls = dict.fromkeys(FIELDS_OF_ANY - {"model", "seed", own})
+    assert read(**nulls, seed=1) == read(seed=1)
+    assert refused(read, frobnicate=None) == "frobnicate"
+
+
+def test_a_chat_may_say_that_it_has_no_echo():
+    assert chat(echo=False, seed=1) == chat(seed=1)
 
 
 # What is reported of a prompt.

@@ -154,6 +154,16 @@ async def test_texts_chats_and_ids(workers: Workers, folder: Path) -> None:
     assert nothing == {"prompt": ""}
 
 
+async def test_null_is_what_is_not_there(workers: Workers, folder: Path) -> None:
+    await workers.add("one", folder)
+    others = ("chat_template", "mm_processor_kwargs", "model", "return_token_strs", "tools")
+    text = {**dict.fromkeys(others), "messages": None, "prompt": "x"}
+    assert await workers.ask("tokenize", **text) == await workers.ask("tokenize", prompt="x")
+    chat = {**dict.fromkeys(others), "messages": [ASK], "prompt": None}
+    assert await workers.ask("tokenize", **chat) == await workers.ask("tokenize", messages=[ASK])
+    assert await workers.ask("detokenize", tokens=[5], model=None) is not None
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "param"),
     [
@@ -161,6 +171,11 @@ async def test_texts_chats_and_ids(workers: Workers, folder: Path) -> None:
         ("tokenize", {"prompt": "x", "messages": [ASK]}, "prompt"),
         ("tokenize", {"prompt": "x", "tools": [TOOL]}, "tools"),
         ("tokenize", {"prompt": "x", "frobnicate": 1}, "frobnicate"),
+        ("tokenize", {"prompt": "x", "frobnicate": None}, "frobnicate"),
+        ("tokenize", {"prompt": None, "messages": None}, "prompt"),
+        ("tokenize", {"messages": [ASK], "tools": []}, "tools"),
+        ("tokenize", {"messages": [ASK], "tools": [1]}, "tools[0]"),
+        ("tokenize", {"messages": [ASK], "tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ("tokenize", {"prompt": "x", "return_token_strs": 1}, "return_token_strs"),
         ("tokenize", {"prompt": "x", "model": 7}, "model"),
         ("tokenize", {"messages": [ASK], "chat_template": "x"}, "chat_template"),
@@ -197,7 +212,7 @@ async def test_what_is_no_document_is_refused(workers: Workers, folder: Path, bo
     [
         ({"prompt": {"a": 1}}, "prompt"),
         ({"messages": "x"}, "messages"),
-        ({"messages": [ASK], "tools": [1]}, "tools"),
+        ({"messages": [ASK], "documents": [1]}, "documents"),
         ({"messages": [ASK], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": [ASK], "continue_final_message": True}, "continue_final_message"),
     ],
