@@ -31,14 +31,16 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 def check_messages(
-    messages: Any, *, takes_tool_calls: bool, knows_developer: bool
+    messages: Any, *, takes_tool_calls: bool, takes_results: bool, knows_developer: bool
 ) -> list[dict[str, Any]]:
     """The messages as a template reads them; `messages` is the client's JSON.
 
-    `takes_tool_calls`: the template knows calls, and that they come without a content. Another
-    gets an empty one. `knows_developer`: that it knows this role. For another a developer is the
-    system: templates pass over roles that they do not know without a word, or name them to a model
-    that never met them. Raises BadRequest or TooLarge, whose param is "messages" or a part of it.
+    `takes_tool_calls`: the template knows calls, and that they come without a content.
+    `takes_results`: that it shows a tool's messages. For another template these are refused: it
+    would pass over them without a word. `knows_developer`: that it knows this role. For another a
+    developer is the system: templates pass over roles that they do not know, too, or name them to
+    a model that never met them. Raises BadRequest or TooLarge, whose param is "messages" or a part
+    of it.
     """
     if not isinstance(messages, list) or not messages:
         raise _bad("messages must be a list with at least one message")
@@ -47,9 +49,13 @@ def check_messages(
             f"{len(messages)} messages, more than the limit of {MESSAGES_MAX}", param="messages"
         )
     checked = [
-        _check_message(f"messages[{index}]", message, takes_tool_calls)
-        for index, message in enumerate(messages)
+        _check_message(f"messages[{index}]", message) for index, message in enumerate(messages)
     ]
+    for index, message in enumerate(checked):
+        if "tool_calls" in message and not takes_tool_calls:
+            raise _not_shown("tool calls", f"messages[{index}].tool_calls")
+        if message["role"] == "tool" and not takes_results:
+            raise _not_shown("results of tools", f"messages[{index}].role")
     if not knows_developer:
         for message in checked:
             if message["role"] == "developer":
@@ -57,7 +63,7 @@ def check_messages(
     return checked
 
 
-def _check_message(where: str, message: Any, takes_tool_calls: bool) -> dict[str, Any]:
+def _check_message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _bad(f"{where} must be an object")
     role, name = message.get("role"), message.get("name")
@@ -72,8 +78,7 @@ def _check_message(where: str, message: Any, takes_tool_calls: bool) -> dict[str
         calls = checked.get("tool_calls")
         if calls is not None:
             checked["tool_calls"] = _check_calls(f"{where}.tool_calls", calls)
-        # An answer may have none of it: all was reasoning, or a tag that is not shown.
-        if calls is None or not takes_tool_calls:
+        else:  # an answer may have none: all was reasoning, or a tag that is not shown
             checked.setdefault("content", "")
     elif "content" not in checked:
         raise _bad(f"{where}.content must be a string or a list of text parts")
@@ -164,6 +169,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def _unknown(where: str, key: str) -> BadRequest:
     shown = f"{where}.{key[:KEY_CHARS_MAX]}"
     return BadRequest(f"{shown} is not a known key", param=shown)
+
+
+def _not_shown(what: str, param: str) -> BadRequest:
+    return BadRequest(f"this model's chat template takes no {what}", param=param)
 
 
 def _bad(message: str) -> BadRequest:

@@ -5,8 +5,10 @@ Jinja's sandbox, and the number of messages and the length of the text are limit
 """
 
 import json
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -35,6 +37,8 @@ _RESERVED = frozenset(
         "tokenize",
     }
 )
+_TOOL_ROLE = re.compile("""["']tool["']""")
+_PROBE = "content-of-a-tool"
 _END_MARK = "<end-of-final-message> "  # with a space, which shows whether contents are trimmed
 
 
@@ -87,13 +91,14 @@ class ChatTemplate:
         checked = check_messages(
             messages,
             takes_tool_calls="tool_calls" in self.source,
+            takes_results=self._takes_results,
             knows_developer="developer" in self.source,
         )
         continued = _mark_end(checked[-1]) if extras.continue_final_message else None
         text = self._generate(
             messages=checked,
-            tools=_check_objects("tools", extras.tools) or None,
-            documents=self._check_documents(extras.documents),
+            tools=self.check_taken("tools", extras.tools) or None,
+            documents=self.check_taken("documents", extras.documents),
             add_generation_prompt=extras.add_generation_prompt,
             **self._special_tokens,
             **self._check_kwargs(extras.template_kwargs),
@@ -129,10 +134,26 @@ class ChatTemplate:
             ) from None
         return "".join(pieces)
 
-    def _check_documents(self, documents: Any) -> list[dict[str, Any]] | None:
-        checked = _check_objects("documents", documents)
-        if checked and "documents" not in self._variables:
-            raise BadRequest("this model's chat template takes no documents", param="documents")
+    @cached_property
+    def _takes_results(self) -> bool:
+        """Whether a tool's message is shown: the template names this role, or shows any role's."""
+        if _TOOL_ROLE.search(self.source):
+            return True
+        chat = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "tool", "content": _PROBE},
+        ]
+        try:
+            return _PROBE in self._generate(messages=chat, **self._special_tokens)
+        except BadRequest:  # it says itself what it does not take
+            return True
+
+    def check_taken(self, name: str, value: Any) -> list[dict[str, Any]] | None:
+        """The client's JSON of the variable `name`, a list of objects. Raises BadRequest."""
+        checked = _check_objects(name, value)
+        if checked and name not in self._variables:
+            raise BadRequest(f"this model's chat template takes no {name}", param=name)
         return checked
 
     def _check_kwargs(self, kwargs: Any) -> dict[str, Any]:

@@ -120,6 +120,11 @@ class Tokenizer:
         template = self._tool_template if extras is not None and extras.tools else None
         return (template or self._chat_template).render(messages, extras)
 
+    def check_tools(self, tools: Any) -> None:
+        """Raise BadRequest where the chat template takes no tools, and these are some."""
+        if self._tool_template is not None:
+            self._tool_template.check_taken("tools", tools)
+
     @property
     def chat_template_source(self) -> str | None:
         """Of one template after the other, where there are two."""

@@ -104,7 +104,8 @@ JSON_NULL = msgspec.Raw(b"null")  # an unread field that is not there: Raw has n
 class PromptOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a prompt becomes token ids, and what is reported of it. Raw fields are client's JSON.
 
-    `tools`, `documents` and `template_kwargs` go to the chat template. `add_special_tokens` None
+    `tools`, `documents` and `template_kwargs` go to the chat template. `hides_tools`: it is only
+    asked whether it takes the tools, for the answer may not call them. `add_special_tokens` None
     is the endpoint's default: yes for completions, no for chats, whose template writes them.
     `keep_last_tokens`: of a longer prompt only its last tokens are used. `report`: `Token.prompt`
     comes with the first token, with logprobs of `logprobs` alternatives unless that is None;
@@ -112,6 +113,7 @@ class PromptOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     tools: msgspec.Raw = JSON_NULL
+    hides_tools: bool = False
     documents: msgspec.Raw = JSON_NULL
     template_kwargs: msgspec.Raw = JSON_NULL
     add_generation_prompt: bool = True

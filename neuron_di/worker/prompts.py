@@ -192,8 +192,12 @@ class PromptReader:
 
     def _read_chat(self, raw_messages: msgspec.Raw, options: PromptOptions) -> ReadPrompt:
         messages = _decoded(raw_messages, "messages")
+        tools = _decoded(options.tools, "tools")
+        if options.hides_tools:
+            self.tokenizer.check_tools(tools)
+            tools = None
         extras = ChatExtras(
-            tools=_decoded(options.tools, "tools"),
+            tools=tools,
             documents=_decoded(options.documents, "documents"),
             template_kwargs=_decoded(options.template_kwargs, "chat_template_kwargs"),
             add_generation_prompt=options.add_generation_prompt,

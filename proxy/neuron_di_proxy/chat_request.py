@@ -67,7 +67,8 @@ def read_chat(
         sampling=sampling,
         has_seed=fields.seed is not None,
         options=PromptOptions(
-            tools=JSON_NULL if tools is None else tools.tools,
+            tools=fields.tools,
+            hides_tools=tools is None and given(fields.tools) is not None,
             documents=unread.get("documents", JSON_NULL),
             template_kwargs=fields.chat_template_kwargs,
             add_generation_prompt=_adds_generation_prompt(fields),

@@ -4,8 +4,10 @@
     none          the tools are not shown to the model: it cannot call what it does not know
     auto          the tools are shown, and the model writes calls in the format of its chat
                   template; refused where the template knows none. `strict` binds nothing here
-    required      a grammar lets the answer be calls only, of any model
+    required      a grammar lets the answer be calls only, of any model that is shown tools
     named         the same, and one call of that tool
+
+A worker refuses tools, whatever the choice, where its model's chat template has no place for them.
 
 Next: proxy/neuron_di_proxy/call_reader.py
 """

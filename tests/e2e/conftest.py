@@ -1,5 +1,7 @@
 """Checkpoints, and the fleets that several files share."""
 
+import json
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -54,8 +56,24 @@ def llama(checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_tales() -> Path:
-    """The model that is shipped. It has a chat template with tools."""
+    """The model that is shipped. Its chat template takes no tools."""
     return Path(__file__).parents[2] / "examples/models/tiny-tales"
+
+
+@pytest.fixture(scope="session")
+def tool_tales(tiny_tales: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a chat template that shows tools and their calls, in no format known here."""
+    folder = tmp_path_factory.mktemp("tools") / "tool-tales"
+    shutil.copytree(tiny_tales, folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8"))
+    head, content, rest = config["chat_template"].partition("{{ message['content'] | trim }}")
+    names = "{{ '<|system|>' + tools | map(attribute='function.name') | join(' ') + '<|end|>' }}"
+    tools = "{%- if tools -%}" + names + "{%- endif -%}"
+    calls = "{%- if message.tool_calls -%}{{ message.tool_calls | tojson }}{%- endif -%}"
+    config["chat_template"] = tools + head + content + calls + rest
+    path.write_text(json.dumps(config), "utf-8")
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -86,4 +104,10 @@ async def llama_combined(llama: Path) -> AsyncIterator[Client]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def tiny_tales_1p1d(tiny_tales: Path) -> AsyncIterator[Client]:
     async with running_fleet(tiny_tales) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def tool_tales_1p1d(tool_tales: Path) -> AsyncIterator[Client]:
+    async with running_fleet(tool_tales) as client:
         yield client

@@ -50,8 +50,8 @@ class Weather(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def served(tiny_tales_1p1d: Client) -> Client:
-    return tiny_tales_1p1d
+def served(tool_tales_1p1d: Client) -> Client:
+    return tool_tales_1p1d
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -47,13 +47,13 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_tales_1p1d: Client) -> Client:
-    return tiny_tales_1p1d
+def pair(tool_tales_1p1d: Client) -> Client:
+    return tool_tales_1p1d
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def combined(tiny_tales: Path) -> AsyncIterator[Client]:
-    async with running_fleet(tiny_tales, combined=True) as client:
+async def combined(tool_tales: Path) -> AsyncIterator[Client]:
+    async with running_fleet(tool_tales, combined=True) as client:
         yield client
 
 

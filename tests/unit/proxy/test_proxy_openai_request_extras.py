@@ -166,6 +166,16 @@ def test_tokens_may_be_shown_by_id(read):
 # How a prompt becomes tokens.
 
 
+def test_tools_that_may_not_be_called_are_still_told_of():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for choice, hides in (("none", True), ("required", False)):
+        given = chat(tools=tools, tool_choice=choice)
+        assert json.loads(bytes(given.options.tools)) == tools
+        assert given.options.hides_tools is hides
+    assert chat().options == chat(tools=None, tool_choice="none").options
+    assert not chat().options.hides_tools
+
+
 def test_options_of_a_chats_prompt_arrive():
     options = chat(
         add_generation_prompt=False,

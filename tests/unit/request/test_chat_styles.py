@@ -56,6 +56,13 @@ SHOWN = [
     for chat in CHATS
     if chat != "called" or "tool_calls" in STYLES[name]
 ]
+# What a template has no place for is refused here, and dropped by transformers.
+TOLD = [
+    (name, chat, tools)
+    for name, chat in SHOWN
+    for tools in (TOOLS, None)
+    if tools is None or "tools" in STYLES[name]
+]
 
 
 def both(folder, name):
@@ -63,9 +70,8 @@ def both(folder, name):
     return Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(("name", "chat"), SHOWN)
+@pytest.mark.parametrize(("name", "chat", "tools"), TOLD)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-@pytest.mark.parametrize("tools", [TOOLS, None])
 def test_every_style_equals_transformers(tmp_path, name, chat, add_generation_prompt, tools):
     ours, theirs = both(tmp_path, name)
     extras = ChatExtras(tools=tools, add_generation_prompt=add_generation_prompt)
@@ -136,11 +142,49 @@ def test_a_call_may_have_no_arguments(arguments):
     assert ChatTemplate(source, {}).render([call(arguments)]) == "{}"
 
 
-def test_a_template_that_knows_no_calls_shows_their_message_as_empty():
-    assert ChatTemplate(STYLES["plain"], {}).render([ASK, call(ARGUMENTS)]) == (
-        "<|im_start|>user\nweather?  <|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
-        "<|im_start|>assistant\n"
+DROPS_OTHERS = (
+    "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "extras", "param"),
+    [
+        (STYLES["plain"], [ASK, call(ARGUMENTS)], {}, "messages[1].tool_calls"),
+        (STYLES["plain"], [ASK], {"tools": TOOLS}, "tools"),
+        (DROPS_OTHERS, [ASK, RESULT], {}, "messages[1].role"),
+    ],
+)
+def test_what_a_template_would_drop_in_silence_is_refused(source, messages, extras, param):
+    with pytest.raises(BadRequest, match="chat template takes no") as caught:
+        ChatTemplate(source, {}).render(messages, ChatExtras(**extras))
+    assert caught.value.param == param
+
+
+def test_a_template_that_shows_every_role_shows_a_tools_results():
+    text = ChatTemplate(STYLES["plain"], {}).render([ASK, RESULT])
+    assert '<|im_start|>tool\n{"c": 21}<|im_end|>' in text
+
+
+def test_a_template_that_refuses_results_says_why_itself():
+    source = "{% for m in messages if m.role not in ['user', 'assistant'] %}"
+    source += "{{ raise_exception('no ' + m.role) }}{% endfor %}"
+    with pytest.raises(BadRequest, match="no tool"):
+        ChatTemplate(source, {}).render([ASK, RESULT])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])
+def test_templates_with_tools_take_tools_calls_and_results(name):
+    template = ChatTemplate(STYLES[name], {"bos_token": "", "eos_token": ""})
+    text = template.render(
+        [
+            ASK,
+            call(ARGUMENTS),
+            RESULT,
+        ],
+        ChatExtras(tools=TOOLS),
     )
+    assert text.count("weather") >= 2
 
 
 def test_the_templates_rules_are_the_clients_to_keep():

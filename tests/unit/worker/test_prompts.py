@@ -75,6 +75,23 @@ def test_a_chat_gets_all_that_its_template_takes(reader: PromptReader) -> None:
     )
 
 
+def test_tools_that_may_not_be_called_are_not_shown(reader: PromptReader) -> None:
+    hidden = {"tools": raw([TOOL]), "hides_tools": True}
+    assert text_of(reader, leg_of([ASK], "chat", **hidden)) == (
+        text_of(reader, leg_of([ASK], "chat"))
+    )
+
+
+def test_a_template_without_tools_refuses_them_whether_shown_or_not(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, "llama")
+    tokenizer = Tokenizer.load(tmp_path)
+    reader = PromptReader(tokenizer, num_vocab=tokenizer.num_vocab, context_tokens=CONTEXT)
+    for hides in (False, True):
+        leg = leg_of([ASK], "chat", tools=raw([TOOL]), hides_tools=hides)
+        assert refusal(reader, leg).param == "tools"
+    assert read(reader, leg_of([ASK], "chat", hides_tools=True)).prompt_ids
+
+
 def test_an_answer_may_go_on_with_a_message(reader: PromptReader) -> None:
     messages = [ASK, {"role": "assistant", "content": "so "}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
