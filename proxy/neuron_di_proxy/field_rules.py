@@ -210,7 +210,9 @@ def choices_of(fields: RequestFields, num_prompts: int, choices_max: int) -> int
     if num_prompts == 1:
         raise BadRequest(f"`n` may be at most {choices_max}", param="n")
     raise BadRequest(
-        f"`n` times the number of prompts may be at most {choices_max}", param="prompt"
+        f"{num_prompts} prompts with `n` {n} make {n * num_prompts} choices: a request may have "
+        f"at most {choices_max}",
+        param="prompt",
     )
 
 

@@ -314,6 +314,7 @@ def test_prompts_count_as_choices():
     with pytest.raises(BadRequest) as error:
         completion(prompt=["a"] * 3, n=3)
     assert error.value.param == "prompt"
+    assert "3 prompts with `n` 3 make 9 choices" in error.value.message
 
 
 def test_seeds_wrap_where_int64_ends():
