@@ -25,6 +25,7 @@ from neuron_di.request.chat_messages import check_messages
 RENDERED_CHARS_MAX = 16 << 20
 
 _KWARGS = "chat_template_kwargs"
+_EFFORT = "reasoning_effort"
 # What has a field of its own in a request, or means something to a renderer.
 _RESERVED = frozenset(
     {
@@ -53,6 +54,7 @@ class ChatExtras:
     tools: Any = None
     documents: Any = None
     template_kwargs: Any = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -101,7 +103,7 @@ class ChatTemplate:
             documents=self.check_taken("documents", extras.documents),
             add_generation_prompt=extras.add_generation_prompt,
             **self._special_tokens,
-            **self._check_kwargs(extras.template_kwargs),
+            **self._check_kwargs(extras.template_kwargs, extras.reasoning_effort),
         )
         return text if continued is None else _cut_after(text, continued)
 
@@ -156,10 +158,9 @@ class ChatTemplate:
             raise BadRequest(f"this model's chat template takes no {name}", param=name)
         return checked
 
-    def _check_kwargs(self, kwargs: Any) -> dict[str, Any]:
+    def _check_kwargs(self, kwargs: Any, reasoning_effort: str | None) -> dict[str, Any]:
         """Variables of this template, and none that is ours to set."""
-        if kwargs is None:
-            return {}
+        kwargs = {} if kwargs is None else kwargs
         if not isinstance(kwargs, dict):
             raise BadRequest("chat_template_kwargs must be an object", param=_KWARGS)
         for name in kwargs:
@@ -169,7 +170,13 @@ class ChatTemplate:
                 raise BadRequest(
                     f"this model's chat template takes no {name[:64]!r}", param=_KWARGS
                 )
-        return kwargs
+        if reasoning_effort is None:
+            return kwargs
+        if _EFFORT not in self._variables:
+            raise BadRequest(f"this model's chat template takes no {_EFFORT}", param=_EFFORT)
+        if _EFFORT in kwargs:
+            raise BadRequest(f"{_EFFORT} is in {_KWARGS}, too: send one", param=_EFFORT)
+        return {**kwargs, _EFFORT: reasoning_effort}
 
 
 def _check_objects(name: str, value: Any) -> list[dict[str, Any]] | None:

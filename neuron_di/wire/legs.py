@@ -104,9 +104,10 @@ JSON_NULL = msgspec.Raw(b"null")  # an unread field that is not there: Raw has n
 class PromptOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a prompt becomes token ids, and what is reported of it. Raw fields are client's JSON.
 
-    `tools`, `documents` and `template_kwargs` go to the chat template. `hides_tools`: it is only
-    asked whether it takes the tools, for the answer may not call them. `add_special_tokens` None
-    is the endpoint's default: yes for completions, no for chats, whose template writes them.
+    `tools`, `documents`, `template_kwargs` and `reasoning_effort` go to the chat template.
+    `hides_tools`: it is only asked whether it takes the tools, for the answer may not call them.
+    `add_special_tokens` None is the endpoint's default: yes for completions, no for chats, whose
+    template writes them.
     `keep_last_tokens`: of a longer prompt only its last tokens are used. `report`: `Token.prompt`
     comes with the first token, with logprobs of `logprobs` alternatives unless that is None;
     `logprobs_param` is the client's field for it, which errors name.
@@ -116,6 +117,7 @@ class PromptOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     hides_tools: bool = False
     documents: msgspec.Raw = JSON_NULL
     template_kwargs: msgspec.Raw = JSON_NULL
+    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None

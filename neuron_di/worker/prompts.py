@@ -200,6 +200,7 @@ class PromptReader:
             tools=tools,
             documents=_decoded(options.documents, "documents"),
             template_kwargs=_decoded(options.template_kwargs, "chat_template_kwargs"),
+            reasoning_effort=options.reasoning_effort,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
         )

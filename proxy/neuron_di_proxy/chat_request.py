@@ -71,6 +71,7 @@ def read_chat(
             hides_tools=tools is None and given(fields.tools) is not None,
             documents=unread.get("documents", JSON_NULL),
             template_kwargs=fields.chat_template_kwargs,
+            reasoning_effort=fields.reasoning_effort,
             add_generation_prompt=_adds_generation_prompt(fields),
             continue_final_message=bool(fields.continue_final_message),
             add_special_tokens=fields.add_special_tokens,

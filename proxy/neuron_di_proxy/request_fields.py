@@ -170,6 +170,12 @@ class ChatFields(RequestFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: msgspec.Raw = _raw()
+    reasoning_effort: (
+        Annotated[
+            str, Meta(min_length=1, max_length=32), _says("Where the chat template knows it.")
+        ]
+        | None
+    ) = None
     modalities: list[Literal["text"]] | None = None
     include_reasoning: Literal[True] | None = None
 
@@ -235,7 +241,6 @@ REFUSALS: dict[str, str] = {
     "suffix": "is not supported: models here write on from a prompt",
     "functions": "is not supported any more: use `tools`",
     "function_call": "is not supported any more: use `tool_choice`",
-    "reasoning_effort": "is not supported: use `chat_template_kwargs`, as the template has it",
     "thinking_token_budget": "is not supported",
     "verbosity": "is not supported",
     "prediction": "is not supported",

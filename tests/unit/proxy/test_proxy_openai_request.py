@@ -170,7 +170,7 @@ def test_fields_about_the_clients_account_are_taken(read):
         ("modalities[0]", ["audio"]),
         ("audio", {}),
         ("prediction", {}),
-        ("reasoning_effort", "low"),
+        ("reasoning_effort", 1),
         ("verbosity", "low"),
         ("web_search_options", {}),
         ("top_logprobs", 2),
@@ -217,6 +217,7 @@ def test_what_a_chat_does_not_support_is_refused_by_name(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("reasoning_effort", "low"),
         ("suffix", "x"),
         ("suffix", ""),
         ("best_of", 2),

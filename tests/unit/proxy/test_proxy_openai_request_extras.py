@@ -166,6 +166,11 @@ def test_tokens_may_be_shown_by_id(read):
 # How a prompt becomes tokens.
 
 
+def test_how_much_to_reason_is_passed_on_to_the_template():
+    assert chat(reasoning_effort="low").options.reasoning_effort == "low"
+    assert chat(reasoning_effort=None).options == chat().options
+
+
 def test_tools_that_may_not_be_called_are_still_told_of():
     tools = [{"type": "function", "function": {"name": "f"}}]
     for choice, hides in (("none", True), ("required", False)):

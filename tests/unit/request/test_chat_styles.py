@@ -296,6 +296,7 @@ def test_an_answer_without_content_is_an_empty_one(name, more):
         ({"template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs", "takes no"),
         ({"template_kwargs": {"namespace": 1}}, "chat_template_kwargs", "takes no"),
         ({"template_kwargs": {"self": 1}}, "chat_template_kwargs", "takes no"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "takes no reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message", "exclude each other"),
     ],
 )
@@ -304,6 +305,21 @@ def test_bad_extras_are_refused_by_name(extras, param, words):
     with pytest.raises(BadRequest, match=words) as caught:
         template.render([ASK], ChatExtras(**extras))
     assert caught.value.param == param
+
+
+def test_how_much_to_reason_reaches_a_template_that_knows_it():
+    template = ChatTemplate("{{ reasoning_effort | default('medium') }}", {})
+    assert template.render([ASK]) == "medium"
+    assert template.render([ASK], ChatExtras(reasoning_effort="low")) == "low"
+    assert template.render([ASK], ChatExtras(template_kwargs={"reasoning_effort": "a"})) == "a"
+
+
+def test_how_much_to_reason_is_said_once():
+    template = ChatTemplate("{{ reasoning_effort }}", {})
+    extras = ChatExtras(reasoning_effort="low", template_kwargs={"reasoning_effort": "high"})
+    with pytest.raises(BadRequest, match="send one") as caught:
+        template.render([ASK], extras)
+    assert caught.value.param == "reasoning_effort"
 
 
 def test_documents_reach_a_template_that_takes_them(tmp_path):

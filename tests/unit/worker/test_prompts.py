@@ -75,6 +75,11 @@ def test_a_chat_gets_all_that_its_template_takes(reader: PromptReader) -> None:
     )
 
 
+def test_a_template_that_reads_no_effort_refuses_it(reader: PromptReader) -> None:
+    leg = leg_of([ASK], "chat", reasoning_effort="low")
+    assert refusal(reader, leg).param == "reasoning_effort"
+
+
 def test_tools_that_may_not_be_called_are_not_shown(reader: PromptReader) -> None:
     hidden = {"tools": raw([TOOL]), "hides_tools": True}
     assert text_of(reader, leg_of([ASK], "chat", **hidden)) == (
