@@ -11,11 +11,12 @@ it ends when it goes on: for its peers it had been dead for as long.
 
 import asyncio
 import faulthandler
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from neuron_di.clock import now_s
-from neuron_di.obs.logging import get_logger
+from neuron_di.obs.logging import get_logger, log_descriptor
 
 _log = get_logger(__name__)
 
@@ -45,6 +46,8 @@ async def watching_for_hangs(
 
 async def _watch(busy_since_s: Callable[[], float | None], timeout_s: float) -> None:
     interval_s, is_blind = min(INTERVAL_S, timeout_s / 4), False
+    fd = log_descriptor()
+    file = sys.stderr if fd is None else fd
     try:
         while True:
             since_s = busy_since_s()
@@ -53,7 +56,7 @@ async def _watch(busy_since_s: Callable[[], float | None], timeout_s: float) -> 
             if left_s <= interval_s:
                 _log.error("hangs", busy_s=round(busy_s, 3), process_ends_in_s=round(left_s, 3))
             try:
-                faulthandler.dump_traceback_later(left_s, exit=True)
+                faulthandler.dump_traceback_later(left_s, exit=True, file=file)
             except RuntimeError as error:  # no stderr to write to, or no further thread just now
                 if not is_blind:
                     _log.warning("hang_watch_is_off", reason=str(error))

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from neuron_di.errors import NeuronDiError
+from neuron_di.obs.log_stream import LogStream
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -68,13 +69,53 @@ def get_logger(name: str) -> EventLogger:
     return EventLogger(name)
 
 
+def log_descriptor() -> int | None:
+    """Where logs go, for what writes without the interpreter. None: not set up, or it may wait."""
+    handlers = logging.getLogger().handlers
+    found = (each.fd for each in handlers if isinstance(each, _LineHandler))
+    return next(found, None)
+
+
 def setup_logging(
     process_name: str, level: LogLevel = "info", log_format: LogFormat = "text"
 ) -> None:
     """Send the logs of this process, other libraries' too, to stderr. Called once, at start."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _LineHandler(LogStream(sys.stderr))
     handler.setFormatter(_LineFormatter(process_name, log_format))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class _LineHandler(logging.Handler):
+    """Says how many lines were dropped, once lines are taken again."""
+
+    def __init__(self, stream: LogStream) -> None:
+        super().__init__()
+        self._stream = stream
+        self._num_dropped = 0
+
+    @property
+    def fd(self) -> int | None:
+        return self._stream.fd
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        if self._num_dropped and self._stream.write(self._words_of_dropped()):
+            self._num_dropped = 0
+        if self._num_dropped or not self._stream.write(line):
+            self._num_dropped += 1
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+    def _words_of_dropped(self) -> str:
+        fields = {"event": "log_lines_dropped", "num_lines": self._num_dropped}
+        told = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+        return self.format(logging.makeLogRecord({**told, "event_fields": fields}))
 
 
 class _LineFormatter(logging.Formatter):

@@ -52,6 +52,17 @@ def test_an_event_loop_that_does_not_turn_ends_the_process():
     assert "in hold_the_loop" in ended.stderr
 
 
+def test_a_log_that_nobody_reads_does_not_keep_it_alive():
+    script = (
+        "from neuron_di.obs import get_logger, setup_logging\n"
+        "setup_logging('p')\n"
+        "for _ in range(3000): get_logger('x').info('event', words='w' * 100)\n"
+    ) + SCRIPT.format(timeout_s=1.0, busy_since_s="now_s", act="hold_the_loop", then_s=600)
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
+        assert process.wait(60) == 1
+        process.stderr.close()
+
+
 @pytest.mark.parametrize("busy_since_s", ["lambda: None", "now_s"])
 def test_who_turns_and_steps_goes_on(busy_since_s):
     """For several times as long as one of them may take."""
