@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -26,6 +26,7 @@ RENDERED_CHARS_MAX = 16 << 20
 
 _KWARGS = "chat_template_kwargs"
 _EFFORT = "reasoning_effort"
+_NOW = "strftime_now"  # a function: what it is called with says how the time is written
 # What has a field of its own in a request, or means something to a renderer.
 _RESERVED = frozenset(
     {
@@ -49,12 +50,14 @@ class ChatExtras:
 
     `add_generation_prompt`: the text ends where the assistant's answer begins.
     `continue_final_message`: it ends where the last message ends, which the answer goes on with.
+    `now_unix_s` is the time for a template that says it; None: the present.
     """
 
     tools: Any = None
     documents: Any = None
     template_kwargs: Any = None
     reasoning_effort: str | None = None
+    now_unix_s: float | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -72,12 +75,11 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self.source = source
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens
         free = find_undeclared_variables(environment.parse(source))
-        self._variables = free - set(environment.globals)
+        self._variables = free - {*environment.globals, _NOW}
 
     def render(self, messages: Any, extras: ChatExtras | None = None) -> str:
         """The prompt's text. `messages` is the client's JSON.
@@ -97,17 +99,19 @@ class ChatTemplate:
             knows_developer="developer" in self.source,
         )
         continued = _mark_end(checked[-1]) if extras.continue_final_message else None
-        text = self._generate(
-            messages=checked,
-            tools=self.check_taken("tools", extras.tools) or None,
-            documents=self.check_taken("documents", extras.documents),
-            add_generation_prompt=extras.add_generation_prompt,
-            **self._special_tokens,
+        variables = {
+            "messages": checked,
+            "tools": self.check_taken("tools", extras.tools) or None,
+            "documents": self.check_taken("documents", extras.documents),
+            "add_generation_prompt": extras.add_generation_prompt,
             **self._check_kwargs(extras.template_kwargs, extras.reasoning_effort),
-        )
+        }
+        text = self._generate(extras.now_unix_s, variables)
         return text if continued is None else _cut_after(text, continued)
 
-    def _generate(self, **variables: Any) -> str:
+    def _generate(self, now_unix_s: float | None, variables: dict[str, Any]) -> str:
+        now_unix_s = unix_s() if now_unix_s is None else now_unix_s
+        variables |= {_NOW: partial(_strftime, now_unix_s), **self._special_tokens}
         pieces: list[str] = []
         num_chars = 0
         try:
@@ -147,7 +151,7 @@ class ChatTemplate:
             {"role": "tool", "content": _PROBE},
         ]
         try:
-            return _PROBE in self._generate(messages=chat, **self._special_tokens)
+            return _PROBE in self._generate(None, {"messages": chat})
         except BadRequest:  # it says itself what it does not take
             return True
 
@@ -243,5 +247,5 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.fromtimestamp(unix_s(), UTC).astimezone().strftime(form)
+def _strftime(at_unix_s: float, form: str) -> str:
+    return datetime.fromtimestamp(at_unix_s, UTC).astimezone().strftime(form)

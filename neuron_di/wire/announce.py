@@ -12,7 +12,7 @@ from neuron_di.wire.codec import Decoder
 from neuron_di.wire.legs import PeerAddress
 
 RECORD_BYTES_MAX = 64 << 10
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 STATUS_BYTES_MAX = 256 << 10
 TRANSFERS_MAX = 16

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from neuron_di.clock import now_s
+from neuron_di.clock import now_s, unix_s
 from neuron_di.errors import BadRequest, ContextExceeded, RemoteProtocolError
 from neuron_di.request import (
     ChatExtras,
@@ -76,6 +76,7 @@ class PromptReader:
             leg.endpoint,
             leg.prompt,
             leg.options,
+            leg.waited_s,
         )
         if not all(0 <= token < self.num_vocab for token in leg.emitted):
             # No client's words: another worker said them.
@@ -124,14 +125,16 @@ class PromptReader:
         endpoint: Literal["chat", "completions"],
         raw_prompt: msgspec.Raw,
         options: PromptOptions,
+        waited_s: float = 0.0,
     ) -> ReadPrompt:
         """The ids of a prompt, before it is cut as `options` say. Any thread; it takes its time.
 
+        `waited_s` ago it came: a template that says the time says that one in later attempts, too.
         Of one that is to be cut, what cannot be kept may be gone. Raises BadRequest, also for what
         is too long for any context that this worker has, or TooLarge.
         """
         if endpoint == "chat":
-            return self._read_chat(raw_prompt, options)
+            return self._read_chat(raw_prompt, options, waited_s)
         prompt = _decoded(raw_prompt, "prompt")
         if not isinstance(prompt, str):
             return ReadPrompt(self._bounded_ids(prompt, options), None)
@@ -190,7 +193,9 @@ class PromptReader:
             )
         return text[-bytes_max:]
 
-    def _read_chat(self, raw_messages: msgspec.Raw, options: PromptOptions) -> ReadPrompt:
+    def _read_chat(
+        self, raw_messages: msgspec.Raw, options: PromptOptions, waited_s: float
+    ) -> ReadPrompt:
         messages = _decoded(raw_messages, "messages")
         tools = _decoded(options.tools, "tools")
         if options.hides_tools:
@@ -201,6 +206,7 @@ class PromptReader:
             documents=_decoded(options.documents, "documents"),
             template_kwargs=_decoded(options.template_kwargs, "chat_template_kwargs"),
             reasoning_effort=options.reasoning_effort,
+            now_unix_s=unix_s() - waited_s,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
         )

@@ -1,4 +1,5 @@
 import json
+from datetime import UTC, datetime
 
 import jinja2
 import pytest
@@ -41,6 +42,17 @@ TEMPLATES = {
 """,
     "indented_json": "{{ messages | tojson(indent=2, sort_keys=true) }}{{ eos_token }}",
 }
+
+
+def test_a_template_says_the_time_that_it_is_given():
+    """And no other: an answer that goes on elsewhere has the prompt that it began with."""
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}{{ strftime_now is defined }}", {})
+    chat = [{"role": "user", "content": "a"}]
+    day = datetime(2020, 2, 29, 12, tzinfo=UTC).timestamp()
+    assert template.render(chat, ChatExtras(now_unix_s=day)) == "2020-02-29True"
+    assert template.render(chat) == f"{datetime.now():%Y-%m-%d}True"  # noqa: DTZ005 - as users do
+    with pytest.raises(BadRequest, match="takes no 'strftime_now'"):
+        template.render(chat, ChatExtras(template_kwargs={"strftime_now": "x"}))
 
 
 @pytest.mark.parametrize("kind", KINDS)

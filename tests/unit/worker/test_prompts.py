@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +385,17 @@ def test_fields_that_are_not_there_take_no_bytes() -> None:
     with_tools = encode_json(PromptOptions(tools=raw([TOOL])))
     again = msgspec.json.decode(with_tools, type=PromptOptions)
     assert bytes(again.tools) == bytes(raw([TOOL]))
+
+
+def test_a_later_attempt_says_the_time_at_which_its_request_came(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, "llama", chat_template="{{ strftime_now('%Y') }}")
+    tokenizer = Tokenizer.load(tmp_path)
+    reader = PromptReader(tokenizer, num_vocab=tokenizer.num_vocab, context_tokens=CONTEXT)
+    leg = leg_of([{"role": "user", "content": "a"}], "chat")
+    year = text_of(reader, leg)
+    with pytest.MonkeyPatch.context() as patch:
+        later_s = time.time() + 40_000_000
+        patch.setattr("neuron_di.worker.prompts.unix_s", lambda: later_s)
+        assert text_of(reader, leg) != year
+        again = msgspec.structs.replace(leg, attempt=1, waited_s=40_000_000.0)
+        assert text_of(reader, again) == year
