@@ -215,7 +215,10 @@ async def test_b08_chunks_that_are_none_end_the_connection(hurried):
 
 
 # By its head alone, and the connection goes on: there is no body to lose one's place in.
-REFUSED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nExpect: x\r\n\r\n"
+REFUSED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    b"Expect: x\r\n\r\n"
+)
 READ_BYTES_MAX = 256 << 10  # what both event loops give at once
 
 
