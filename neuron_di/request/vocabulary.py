@@ -102,7 +102,8 @@ class _Tokens:
         self.tokens = tokens
         self.eos_token_id = eos_token_ids[0]
         special = {i for i in range(len(tokens)) if self._tokenizer.is_special(i)}
-        self.special_token_ids = sorted(special | set(eos_token_ids))
+        self._no_text = special.union(eos_token_ids)
+        self.special_token_ids = sorted(self._no_text)
         self._id_of_byte = {
             piece[0]: token_id
             for token_id, piece in enumerate(tokens)
@@ -125,6 +126,6 @@ class _Tokens:
         return [self._id_of_byte[byte] for byte in wanted if byte in self._id_of_byte]
 
     def _spell(self, ids: list[int]) -> bytes | None:
-        if any(token_id >= len(self.tokens) for token_id in ids):
+        if any(token_id >= len(self.tokens) or token_id in self._no_text for token_id in ids):
             return None
         return b"".join(self.tokens[token_id] for token_id in ids)

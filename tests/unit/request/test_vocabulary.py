@@ -38,6 +38,16 @@ def test_forced_text_is_spelt_exactly(kind, text):
     assert b"".join(vocabulary.token_bytes[token_id] for token_id in ids) == text.encode()
 
 
+def test_forced_text_is_not_spelt_by_tokens_that_are_no_text():
+    tokenizer = make_tokenizer("byte_level")
+    (eos,) = (i for i in range(tokenizer.num_vocab) if tokenizer.token_bytes(i) == b"<tool>")
+    vocabulary = Vocabulary(tokenizer, num_vocab=tokenizer.num_vocab, eos_token_ids=(0, eos))
+    for text in ("<|turn|>", "a<|end|>b", "<tool>"):
+        ids = vocabulary.for_grammars.tokenize_str(text)
+        assert b"".join(vocabulary.token_bytes[token_id] for token_id in ids) == text.encode()
+        assert not any(tokenizer.is_special(i) or i in (0, eos) for i in ids)
+
+
 @given(num_vocab=st.integers(1, 100), seed=st.integers(0, 2**32 - 1))
 def test_a_masked_row_keeps_what_the_bits_say(num_vocab, seed):
     random = np.random.default_rng(seed)
