@@ -4,28 +4,23 @@ The parser is llguidance's. A state is a function of the answer's token ids, so 
 takes over, or goes on after a failure, feeds it those and is where the other was.
 """
 
-import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from neuron_di.errors import BadRequest, NeuronDiError, RemoteProtocolError
 from neuron_di.obs import get_logger
+from neuron_di.request.alternatives import Alternative, Alternatives, Compiled
 from neuron_di.request.free_text import Marker, StartTag
-from neuron_di.request.schema_refusal import (
-    check_expression,
-    check_schema,
-    expression_refusal_of,
-    refusal_of,
-)
+from neuron_di.request.grammar_source import source_of
+from neuron_di.request.schema_refusal import refusal_of
 from neuron_di.request.vocabulary import MaskedRow, Vocabulary
-from neuron_di.wire import Grammar
+from neuron_di.wire import CallGrammar, Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -34,11 +29,6 @@ _log = get_logger(__name__)
 
 COMPILED_MAX = 64  # grammars that are kept; the one that was not used for longest goes first
 
-# Between two parts of a document: nothing, a space, or a line break and its indentation. JSON
-# allows any number, and a model that falls into writing spaces would never come out of it.
-_WHITESPACE = r"\n[\x20\t]{0,32}|\x20"
-# Without \\uXXXX, by which a key could be written so that the library takes it for another.
-_ESCAPES = 'nrbtf\\"'
 _STATES_MAX = 25_000  # of a lexer, 1 to 2 kB each; all answers with one schema share them
 # Bound the work of one token, to some tenths of a second at the worst; the library counts so.
 _LEXER_FUEL_FIRST, _LEXER_FUEL = 400_000, 50_000
@@ -50,17 +40,6 @@ _WRONG_TOKEN = re.compile("Parser Error: token .* doesn't satisfy|parser stopped
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-
-@dataclass(slots=True)
-class _Compiled:
-    """A grammar to be copied for each answer. The copies share one lexer, and its limits.
-
-    `is_spent`, set by any thread: an answer came to them, and so would all others.
-    """
-
-    matcher: "LLMatcher"
-    is_spent: bool = False
 
 
 @dataclass(slots=True)
@@ -84,20 +63,19 @@ class GrammarState:
     When the grammar is complete, only EOS or one of the request's stop tokens may follow, and
     they end the answer whatever `ignore_eos` and `min_tokens` say. Where the model has no EOS,
     the answer ends with the token that completes it.
+
+    An answer that may be calls instead has two grammars, and keeps one of them.
     """
 
     def __init__(
         self,
-        compiled: _Compiled,
+        grammars: Alternatives,
         free_text: _FreeText | None,
         vocabulary: Vocabulary,
         row: MaskedRow,
         stop_token_ids: Sequence[int],
-        param: str,
     ) -> None:
-        self.param = param  # the field of the client's request that errors name
-        self._compiled = compiled
-        self._matcher = compiled.matcher.deep_copy()
+        self._grammars = grammars
         self._free_text = free_text  # None: it is over, if there was any
         self._keeps_grammar = True  # so far; a start tag in part may, too
         self._vocabulary = vocabulary
@@ -105,6 +83,11 @@ class GrammarState:
         stops = [token_id for token_id in stop_token_ids if token_id < vocabulary.num_vocab]
         self._stop_ids = np.array(stops, dtype=np.intp) if stops else None
         self._was_asked = False  # what may come next
+
+    @property
+    def param(self) -> str:
+        """The field of the client's request that errors name."""
+        return self._grammars.param
 
     def begin(self, prompt_ids: Sequence[int], *, in_reasoning: bool = False) -> None:
         """Before the first token. A prompt that ends with the end tag leaves no free text; one
@@ -128,10 +111,10 @@ class GrammarState:
         also = [] if free is None else [free.start.ids_behind(free.begun)]
         if not self._keeps_grammar:
             return self._row.only(logits_V, also[0])
-        bitmask = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            raise self._dead_end()
-        if self._stop_ids is not None and self._matcher.is_accepting():
+        bitmask = self._grammars.bitmask()
+        if (failed := self._grammars.failed) is not None:
+            raise _dead_end(failed)
+        if self._stop_ids is not None and self._grammars.is_accepting:
             also.append(self._stop_ids)
         return self._row.keep(logits_V, bitmask, *also)
 
@@ -148,10 +131,11 @@ class GrammarState:
             raise RemoteProtocolError("a given token id goes on with no start tag")
         if self._is_end(token_id):
             return True
-        if self._matcher.consume_token(token_id):
-            return not self._vocabulary.eos_token_ids and self._matcher.is_stopped()
-        if not _WRONG_TOKEN.match(self._matcher.get_error()):
-            raise self._dead_end()
+        if self._grammars.take(token_id):
+            return not self._vocabulary.eos_token_ids and self._grammars.is_stopped
+        failed = self._grammars.failed
+        if failed is not None and not _WRONG_TOKEN.match(failed.matcher.get_error()):
+            raise _dead_end(failed)
         if was_asked:  # the library offered it: it had no token for what must come
             raise BadRequest(
                 "the answer cannot go on: the model has no tokens for what the schema asks here",
@@ -162,26 +146,18 @@ class GrammarState:
     def end_ids(self) -> npt.NDArray[np.intp]:
         """Ids of the tokens that would end the answer now: none before the grammar is complete."""
         is_free = self._free_text is not None and not self._free_text.is_opening
-        if is_free or not self._keeps_grammar or not self._matcher.is_accepting():
+        if is_free or not self._keeps_grammar or not self._grammars.is_accepting:
             return np.empty(0, np.intp)
         eos_ids = np.array(self._vocabulary.eos_token_ids, np.intp)
         return eos_ids if self._stop_ids is None else np.concatenate((eos_ids, self._stop_ids))
 
-    def _dead_end(self) -> BadRequest:
-        reason = "cannot be satisfied"
-        if not self._matcher.get_error().startswith(_NO_WAY_ON):
-            self._compiled.is_spent, reason = True, "is too complex"
-        return BadRequest(
-            f"the answer cannot go on: what the schema asks here {reason}", param=self.param
-        )
-
     def _is_end(self, token_id: int) -> bool:
         if token_id in self._vocabulary.eos_token_ids:
-            return self._matcher.is_accepting()
+            return self._grammars.is_accepting
         if self._stop_ids is None or token_id not in self._stop_ids:
             return False
         # A stop token that is text as well ends the answer only where it is no part of it.
-        return self._matcher.is_accepting() and not self._matcher.validate_tokens([token_id])
+        return self._grammars.is_accepting and not self._grammars.can_take(token_id)
 
     def _is_free(self, free: _FreeText, token_id: int) -> bool:
         """Take a token that is no part of the grammar's text. False: it must be one."""
@@ -199,11 +175,20 @@ class GrammarState:
         free.begun = begun
         if free.start.is_whole(begun):
             free.is_opening, self._keeps_grammar = False, True
-            self._matcher = self._compiled.matcher.deep_copy()
+            self._grammars.begin()
         elif self._keeps_grammar:  # a choice may begin as the tag does
-            self._keeps_grammar = self._matcher.validate_tokens([token_id]) == 1
-            return not self._keeps_grammar or self._matcher.consume_token(token_id)
+            self._keeps_grammar = self._grammars.can_take(token_id)
+            return not self._keeps_grammar or self._grammars.take(token_id)
         return True
+
+
+def _dead_end(failed: Alternative) -> BadRequest:
+    reason = "cannot be satisfied"
+    if not failed.matcher.get_error().startswith(_NO_WAY_ON):
+        failed.compiled.is_spent, reason = True, "is too complex"
+    return BadRequest(
+        f"the answer cannot go on: what the schema asks here {reason}", param=failed.param
+    )
 
 
 class GrammarCompiler:
@@ -216,7 +201,7 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._row = MaskedRow(vocabulary.num_vocab)
-        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
         self._starts: OrderedDict[str, StartTag] = OrderedDict()
         self._ends: OrderedDict[tuple[str, bool], Marker] = OrderedDict()
         self._limits: LLParserLimits | None = None
@@ -229,19 +214,19 @@ class GrammarCompiler:
             free_text = self._free_text(
                 *grammar.reasoning, may_trail=grammar.kind.startswith("json")
             )
-        key = (grammar.kind, grammar.value)
+        parts = [(self._compiled_of(grammar), grammar.param)]
+        if (calls := grammar.calls) is not None:
+            parts.append((self._compiled_of(calls), calls.param))
+        return GrammarState(
+            Alternatives(parts), free_text, self._vocabulary, self._row, stop_token_ids
+        )
+
+    def _compiled_of(self, part: Grammar | CallGrammar) -> Compiled:
+        key = _key_of(part)
         known = self._compiled.get(key)
         if known is not None and known.is_spent:
             del self._compiled[key]
-        compiled = _kept(self._compiled, key, lambda: _Compiled(self._compile(grammar)))
-        return GrammarState(
-            compiled,
-            free_text,
-            self._vocabulary,
-            self._row,
-            stop_token_ids,
-            grammar.param,
-        )
+        return _kept(self._compiled, key, lambda: Compiled(self._compile(part)))
 
     def _free_text(self, start: str, end: str, *, may_trail: bool) -> _FreeText:
         words = self._vocabulary
@@ -250,18 +235,18 @@ class GrammarCompiler:
             _kept(self._ends, (end, may_trail), lambda: Marker(end, words, may_trail=may_trail)),
         )
 
-    def _compile(self, grammar: Grammar) -> "LLMatcher":
+    def _compile(self, part: Grammar | CallGrammar) -> "LLMatcher":
         self.num_compiled += 1
         try:
-            return self._matcher_of(grammar)
+            return self._matcher_of(part)
         except NeuronDiError:
             raise
         # A bug, and no worker is to blame: a client's schema led to it, whose words these may be.
         except Exception as error:
             _log.error("grammar_failed", error=type(error).__name__)
-            raise BadRequest(refusal_of(""), param=grammar.param) from None
+            raise BadRequest(refusal_of(""), param=part.param) from None
 
-    def _matcher_of(self, grammar: Grammar) -> "LLMatcher":
+    def _matcher_of(self, part: Grammar | CallGrammar) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
@@ -271,64 +256,21 @@ class GrammarCompiler:
             max_lexer_states=_STATES_MAX,
             verbose_errors=False,
         )
-        refusal = refusal_of
-        if grammar.kind == "choice":
-            source = LLMatcher.grammar_from_lark(_choice_rule(grammar.value, grammar.param))
-        elif grammar.kind == "regex":
-            check_expression(grammar.value, param=grammar.param)
-            source, refusal = LLMatcher.grammar_from_regex(grammar.value), expression_refusal_of
-        else:
-            schema = '{"type":"object"}' if grammar.kind == "json_object" else grammar.value
-            source = _json_grammar(schema, grammar.param)
-        matcher = LLMatcher(self._vocabulary.for_grammars, source, log_level=0, limits=limits)
+        source = source_of(part, self._vocabulary)
+        matcher = LLMatcher(self._vocabulary.for_grammars, source.text, log_level=0, limits=limits)
         if matcher.is_error():
-            raise BadRequest(refusal(matcher.get_error()), param=grammar.param)
+            raise BadRequest(source.refusal_of(matcher.get_error()), param=part.param)
         matcher.compute_bitmask()  # a schema that refers to nothing but itself shows now
         if matcher.is_error():
-            raise BadRequest(refusal("Unsatisfiable schema"), param=grammar.param)
+            raise BadRequest(source.refusal_of("Unsatisfiable schema"), param=part.param)
         return matcher
 
 
-def _json_grammar(schema: str, param: str) -> str:
-    from llguidance import LLMatcher
-
-    members = _decoded(schema, param)
-    if not isinstance(members, dict):
-        raise BadRequest("the schema must be a JSON object", param=param)
-    # The library reads options of its own there, such as one that drops what it cannot do.
-    if "x-guidance" in members:
-        raise BadRequest("the schema must not hold 'x-guidance'", param=param)
-    check_schema(members, param=param)
-    try:
-        return LLMatcher.grammar_from_json_schema(
-            schema,
-            overrides={"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": _ESCAPES},
-        )
-    except ValueError as error:  # such as one that is nested too deeply
-        raise BadRequest(refusal_of(str(error)), param=param) from None
-
-
-def _choice_rule(value: str, param: str) -> str:
-    choices = _decoded(value, param)
-    if (
-        not isinstance(choices, list)
-        or not choices
-        or not all(isinstance(choice, str) and choice for choice in choices)
-    ):
-        raise BadRequest("a choice must be a list of strings that are not empty", param=param)
-    return "start: " + " | ".join(map(_quoted, choices))
-
-
-def _quoted(text: str) -> str:
-    """As the library's rules spell a text: like JSON, but with an escape for DEL, too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _decoded(text: str, param: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        raise BadRequest("the schema is not valid JSON", param=param) from None
+def _key_of(part: Grammar | CallGrammar) -> tuple[str, str]:
+    """What was compiled for one field serves another, too."""
+    if isinstance(part, Grammar):
+        return part.kind, part.value
+    return f"{part.format} {part.is_parallel}", part.call_schema
 
 
 def _kept(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:

@@ -5,7 +5,6 @@ from neuron_di.wire.announce import (
     PROTOCOL_VERSION,
     RECORD_BYTES_MAX,
     LaneStatus,
-    ToolFormat,
     WorkerRecord,
     WorkerStatus,
     record_decoder,
@@ -20,6 +19,7 @@ from neuron_di.wire.codec import (
 )
 from neuron_di.wire.legs import (
     JSON_NULL,
+    CallGrammar,
     DecodeLeg,
     Failed,
     Finished,
@@ -36,6 +36,7 @@ from neuron_di.wire.legs import (
     Token,
     TokenLogprob,
     TokenLogprobs,
+    ToolFormat,
     decode_leg_decoder,
     leg_event_decoder,
     prefill_leg_decoder,
@@ -120,6 +121,7 @@ __all__ = [
     "SIGNAL_BYTES_MAX",
     "SIGNAL_VERSION",
     "Abort",
+    "CallGrammar",
     "CudaIpcRegion",
     "DecodeLeg",
     "Decoder",

@@ -3,13 +3,13 @@
 The key is that of AWS's document, `/workers/{role}/{ip}/{api_port}` (N-36); the value is typed.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from neuron_di.types import WORKER_ID_PATTERN, Incarnation, Role, WorkerId, WorkerState
 from neuron_di.wire.codec import Decoder
-from neuron_di.wire.legs import PeerAddress
+from neuron_di.wire.legs import PeerAddress, ToolFormat
 
 RECORD_BYTES_MAX = 64 << 10
 PROTOCOL_VERSION = 6
@@ -19,7 +19,6 @@ TRANSFERS_MAX = 16
 LANES_MAX = 256  # in a status
 
 Transfer = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-ToolFormat = Literal["hermes", "llama3_json", "mistral"]
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

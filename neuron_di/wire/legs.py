@@ -33,6 +33,19 @@ LegSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 WaitedSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
+ToolFormat = Literal["hermes", "llama3_json", "mistral"]
+
+
+class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tool calls as a chat template has them, and nothing else. `call_schema`: the JSON Schema of
+    one; without `is_parallel` there is one only."""
+
+    format: ToolFormat
+    call_schema: str
+    is_parallel: bool = True
+    param: Literal["tools"] = "tools"  # as in Grammar
+
+
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the text of an answer must be. Its state is a function of the answer's token ids.
 
@@ -42,12 +55,15 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     the model may reason first, which is free text. It does where the prompt ends inside of that, or
     the answer begins with the start tag; the grammar then begins behind the end tag. None: with
     token 0.
+    `calls`: what an answer may be instead. The model chooses, by the first token that only one of
+    both can take; so it does where it has reasoned.
     `param` is the field of the client's request that asks for it: errors name it.
     """
 
     kind: Literal["json_object", "json_schema", "choice", "regex"]
     value: str = ""
     reasoning: tuple[str, str] | None = None
+    calls: CallGrammar | None = None
     param: Literal["response_format", "structured_outputs", "tools"] = "response_format"
 
 

@@ -66,7 +66,7 @@ def check_sampling(params: SamplingParams, num_vocab: int | None = None) -> None
     if params.bad_words:
         _check_bad_words(params)
     if params.grammar is not None:
-        _check_grammar(params.grammar)
+        check_grammar(params.grammar)
 
 
 def _out_of_range(name: str, low: float, high: float, *, low_is_allowed: bool = True) -> BadRequest:
@@ -130,8 +130,11 @@ def check_grammar_chars(num_chars: int, param: str) -> None:
         raise BadRequest(f"{param} is longer than {GRAMMAR_CHARS_MAX} characters", param=param)
 
 
-def _check_grammar(grammar: Grammar) -> None:
+def check_grammar(grammar: Grammar) -> None:
+    """Raise BadRequest unless what the worker has to read is of a bearable length."""
     check_grammar_chars(len(grammar.value), grammar.param)
+    if grammar.calls is not None:
+        check_grammar_chars(len(grammar.calls.call_schema), grammar.calls.param)
     if grammar.reasoning and not all(0 < len(tag) <= STOP_CHARS_MAX for tag in grammar.reasoning):
         raise BadRequest(
             f"{grammar.param} begins behind a tag of 0 or more than {STOP_CHARS_MAX} characters",

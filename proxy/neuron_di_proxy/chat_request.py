@@ -141,13 +141,7 @@ def _may_reason(fields: ChatFields) -> bool:
 def _grammar(fields: ChatFields, tools: ToolUse | None, traits: ModelTraits) -> Grammar | None:
     grammar = grammar_of(fields)
     if tools is not None:
-        if grammar is not None:
-            is_format = fields.structured_outputs is None
-            name = "response_format" if is_format else "structured_outputs"
-            raise BadRequest(
-                f"`{name}` and `tools` cannot be combined, unless tool_choice is none", param=name
-            )
-        grammar = tool_grammar(tools)
+        grammar = tool_grammar(tools, grammar)
     may_reason = _may_reason(fields)  # asked always: it checks the field, too
     if grammar is None or not may_reason:
         return grammar

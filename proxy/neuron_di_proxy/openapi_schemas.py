@@ -108,6 +108,8 @@ _TOOLS: _Json = {
     },
 }
 _TOOL_CHOICE: _Json = {
+    "description": "auto: calls, or text that keeps `response_format` or `structured_outputs`. "
+    "required, or a tool's name: calls only, and these bind nothing.",
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
         {
@@ -124,7 +126,7 @@ _TOOL_CHOICE: _Json = {
             "required": ["type", "function"],
             "additionalProperties": False,
         },
-    ]
+    ],
 }
 _LOGIT_BIAS: _Json = {
     "type": "object",

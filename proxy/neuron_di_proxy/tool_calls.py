@@ -3,8 +3,10 @@
     tool_choice   how the answer comes to have calls
     none          the tools are not shown to the model: it cannot call what it does not know
     auto          the tools are shown, and the model writes calls in the format of its chat
-                  template; refused where the template knows none. `strict` binds nothing here
-    required      a grammar lets the answer be calls only, of any model that is shown tools
+                  template; refused where the template knows none. `strict` binds nothing here,
+                  unless text must keep a format: then a grammar binds calls, too
+    required      a grammar lets the answer be calls only, of any model that is shown tools; a
+                  format for text then binds nothing
     named         the same, and one call of that tool
 
 A worker refuses tools, whatever the choice, where its model's chat template has no place for them.
@@ -21,8 +23,8 @@ import msgspec
 
 from neuron_di.errors import BadRequest
 from neuron_di.types import RequestId
-from neuron_di.wire import Grammar, ToolFormat
-from neuron_di.wire.sampling_rules import check_grammar_chars
+from neuron_di.wire import CallGrammar, Grammar, ToolFormat
+from neuron_di.wire.sampling_rules import check_grammar, check_grammar_chars
 from neuron_di_proxy.call_reader import CallReader
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.schema_part import as_part
@@ -101,25 +103,37 @@ class ToolUse:
 
     def calls_schema(self) -> dict[str, Any]:
         """The JSON Schema of an answer that is nothing but calls of these tools."""
+        items, definitions = self._call_parts("arguments")
+        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
+        if self.chosen is not None or not self.is_parallel:
+            schema["maxItems"] = 1
+        return schema | definitions
+
+    def call_grammar(self) -> CallGrammar:
+        """What calls must be that the model writes where it might write text."""
+        assert self.model_format is not None  # `read_tools` refuses it
+        key = "parameters" if self.model_format == "llama3_json" else "arguments"
+        call, definitions = self._call_parts(key)
+        return CallGrammar(
+            format=self.model_format,
+            call_schema=msgspec.json.encode(call | definitions).decode(),
+            is_parallel=self.is_parallel,
+        )
+
+    def _call_parts(self, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The JSON Schema of one call with its arguments as `key`, and what it refers to."""
         names = self._callable()
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
-                "required": ["name", "arguments"],
+                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
+                "required": ["name", key],
                 "additionalProperties": False,
             }
             for name in names
         ]
-        schema: dict[str, Any] = {
-            "type": "array",
-            "minItems": 1,
-            "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-            "$defs": {name: as_part(self.parameters[name], f"#/$defs/{name}") for name in names},
-        }
-        if self.chosen is not None or not self.is_parallel:
-            schema["maxItems"] = 1
-        return schema
+        parts = {name: as_part(self.parameters[name], f"#/$defs/{name}") for name in names}
+        return calls[0] if len(calls) == 1 else {"anyOf": calls}, {"$defs": parts}
 
 
 def check_tools(tools: msgspec.Raw) -> dict[str, dict[str, Any]]:
@@ -166,13 +180,18 @@ def read_tools(
     )
 
 
-def tool_grammar(use: ToolUse) -> Grammar | None:
-    """What forces the calls that `use` asks for; None when nothing is forced."""
-    if use.choice == "auto":
+def tool_grammar(use: ToolUse, text: Grammar | None = None) -> Grammar | None:
+    """What an answer must be that may or must call; None: anything. `text`: what it must be where
+    it does not call. Raises BadRequest where that is too long, also where it does not matter."""
+    if text is not None:
+        check_grammar(text)
+    if use.choice == "auto" and text is None:
         return None
     # Before a schema of all of them is made, which may be much longer.
     schemas = [msgspec.json.encode(schema).decode() for schema in use.callable_parameters()]
     check_grammar_chars(sum(map(len, schemas)), "tools")
+    if text is not None and use.choice == "auto":
+        return msgspec.structs.replace(text, calls=use.call_grammar())
     value = msgspec.json.encode(use.calls_schema()).decode()
     return Grammar(kind="json_schema", value=value, param="tools")
 

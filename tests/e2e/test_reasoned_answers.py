@@ -69,6 +69,32 @@ async def test_an_answer_without_reasoning_keeps_what_is_asked(server: Client, l
     assert (formatted["finish_reason"], called["finish_reason"]) == ("stop", "tool_calls")
 
 
+async def test_a_model_calls_or_keeps_the_format_as_it_likes(
+    server: Client, folder: Path, likes: Any
+) -> None:
+    both = {"tools": CALL["tools"], "parallel_tool_calls": False} | FORMAT
+    text = await answer(server, ASK, **both, **likes(-100))
+    assert json.loads(text["message"]["content"]) == {"a": 1}
+    assert not text["message"].get("tool_calls")
+    # Tags begin alike, so that a model that likes "<" may reason first.
+    thoughtless = {"chat_template_kwargs": {"enable_thinking": False}}
+    called = await answer(server, ASK, **both, **thoughtless, **likes(20))
+    (call,) = called["message"]["tool_calls"]
+    assert (call["function"]["name"], called["message"]["content"]) == ("f", None)
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    assert (text["finish_reason"], called["finish_reason"]) == ("stop", "tool_calls")
+    streamed = {"stream": True} | both | thoughtless | likes(20)
+    body = {"model": server.model, "messages": [ASK], "temperature": 0, "max_tokens": 120}
+    url = server.url + "/v1/chat/completions"
+    async with server.session.post(url, json=body | streamed) as got:
+        lines = [line async for line in got.content if line.startswith(b"data: {")]
+    choices = [json.loads(line.removeprefix(b"data: "))["choices"][0] for line in lines]
+    deltas = [each for choice in choices for each in choice["delta"].get("tool_calls", ())]
+    arguments = "".join(each["function"].get("arguments", "") for each in deltas)
+    assert arguments == call["function"]["arguments"]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("asked", [FORMAT, CALL], ids=["format", "call"])
 async def test_reasoning_that_the_model_begins_is_free(
     server: Client, likes: Any, asked: dict[str, Any]

@@ -145,6 +145,104 @@ def test_the_grammar_of_one_call():
     assert list(written["$defs"]) == ["weather"]
 
 
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "a", "schema": {"type": "object", "required": ["answer"]}},
+}
+TEXTS = [
+    {"response_format": {"type": "json_object"}},
+    {"response_format": FORMAT},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"structured_outputs": {"regex": "[0-9]+"}},
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    ("call_format", "key"),
+    [("hermes", "arguments"), ("mistral", "arguments"), ("llama3_json", "parameters")],
+)
+def test_text_keeps_its_format_where_the_model_does_not_call(text, call_format, key):
+    traits = ModelTraits(tool_format=call_format, reasoning=("<think>", "</think>"))
+    alone = chat(traits, **text).sampling.grammar
+    given = chat(traits, tools=[WEATHER, tool("f")], **text).sampling.grammar
+    calls = given.calls
+    assert msgspec.structs.replace(given, calls=None) == alone
+    assert (calls.format, calls.is_parallel, calls.param) == (call_format, True, "tools")
+    written = json.loads(calls.call_schema)
+    first, second = (call["properties"] for call in written["anyOf"])
+    assert list(first) == list(second) == ["name", key]
+    assert (first["name"], second["name"]) == ({"const": "weather"}, {"const": "f"})
+    assert written["$defs"]["weather"] == CITY
+    one = chat(traits, tools=[WEATHER], parallel_tool_calls=False, **text).sampling.grammar.calls
+    assert json.loads(one.call_schema)["properties"]["name"] == {"const": "weather"}
+    assert not one.is_parallel
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_format_binds_nothing_where_calls_are_forced(text):
+    for choice in ("required", NAMED):
+        fields = {"tools": [WEATHER], "tool_choice": choice}
+        assert chat(**fields, **text).sampling.grammar == chat(**fields).sampling.grammar
+    shown = chat(tools=[WEATHER], tool_choice="none", **text)
+    assert shown.sampling.grammar == chat(**text).sampling.grammar
+
+
+LONG = {"type": "object", "description": "x" * (64 << 10)}
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "required", NAMED, "none"])
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 1}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": LONG},
+                }
+            },
+            "response_format",
+        ),
+        ({"structured_outputs": {"json": []}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "x" * ((64 << 10) + 1)}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "x"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused_whatever_calls_may_come(choice, text, param):
+    fields = {} if choice is None else {"tool_choice": choice}
+    with pytest.raises(BadRequest) as error:
+        chat(tools=[WEATHER], **fields, **text)
+    assert error.value.param == param
+
+
+def test_tools_that_are_too_long_for_a_grammar_are_refused_by_their_name():
+    tools = [tool("f", parameters=LONG)]
+    assert chat(tools=tools).sampling.grammar is None
+    with pytest.raises(BadRequest) as error:
+        chat(tools=tools, response_format={"type": "json_object"})
+    assert error.value.param == "tools"
+
+
+def test_a_model_that_cannot_call_is_not_asked_for_either():
+    with pytest.raises(BadRequest) as error:
+        chat(NO_FORMAT, tools=[WEATHER], response_format={"type": "json_object"})
+    assert error.value.param == "tool_choice"
+
+
 def test_references_within_parameters_still_find_what_they_name():
     parameters = {
         "type": "object",

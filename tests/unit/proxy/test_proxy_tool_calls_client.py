@@ -75,3 +75,34 @@ async def test_a_call_in_the_models_own_words(worker, ask):
         [call] = choice.message.tool_calls
         assert (call.type, call.function.arguments) == ("function", '{"city": "Ulm"}')
     assert worker.legs[0].message.sampling.grammar is None
+
+
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True},
+}
+IN_FORMAT = ["<think>", "Hm.", "</think>", '{"answer', '": "<tool_', 'call>{}"}']
+
+
+async def test_text_in_a_format_or_calls_as_the_model_chooses(worker, ask):
+    """What agents ask for at every turn."""
+    worker.script = answers(IN_WORDS)
+    for choice in await ask(response_format=FORMAT):
+        assert choice.finish_reason == "tool_calls"
+        assert (choice.message.reasoning, choice.message.content) == ("Hm.", None)
+        [call] = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Ulm"}')
+    worker.script = answers(IN_FORMAT)
+    for choice in await ask(response_format=FORMAT):
+        assert choice.finish_reason == "stop"
+        assert choice.message.reasoning == "Hm."
+        assert json.loads(choice.message.content) == {"answer": "<tool_call>{}"}
+        assert not choice.message.tool_calls
+    grammars = [leg.message.sampling.grammar for leg in worker.legs]
+    assert len(grammars) == 4
+    for grammar in grammars:
+        assert (grammar.kind, json.loads(grammar.value)) == ("json_schema", {"type": "object"})
+        assert grammar.reasoning == ("<think>", "</think>")
+        assert (grammar.calls.format, grammar.calls.is_parallel) == ("hermes", True)
+        properties = json.loads(grammar.calls.call_schema)["properties"]
+        assert properties["name"] == {"const": "weather"}

@@ -8,7 +8,7 @@ from grammar_kit import EOS, Kit
 from tokenizer_kit import KINDS
 
 from neuron_di.errors import BadRequest, RemoteProtocolError
-from neuron_di.request import grammar as grammar_module
+from neuron_di.request import grammar_source
 from neuron_di.request.grammar import COMPILED_MAX
 from neuron_di.wire import Grammar
 
@@ -286,7 +286,7 @@ def test_a_bug_that_a_schema_leads_to_is_the_requests_and_told_without_its_words
     def fail(schema, *, param):
         raise OverflowError("secret")
 
-    monkeypatch.setattr(grammar_module, "check_schema", fail)
+    monkeypatch.setattr(grammar_source, "check_schema", fail)
     with pytest.raises(BadRequest, match="too complex") as caught:
         kit.schema({"const": "a bug"})
     assert "secret" not in caught.value.message

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from neuron_di.errors import BadRequest
-from neuron_di.wire import Grammar, SamplingParams
+from neuron_di.wire import CallGrammar, Grammar, SamplingParams
 from neuron_di.wire.sampling_rules import check_sampling
 
 
@@ -21,7 +21,11 @@ def test_the_defaults_and_the_ends_of_every_range_are_allowed():
         stop=("x" * 1024,) * 16, stop_token_ids=(99,) * 128, logprobs=20,
         logit_bias=tuple((i % 100, 100.0) for i in range(1024)), bad_words=("x" * 256,) * 128,
         allowed_token_ids=tuple(range(100)),
-        grammar=Grammar(kind="json_schema", value=" " * (64 << 10)),
+        grammar=Grammar(
+            kind="json_schema",
+            value=" " * (64 << 10),
+            calls=CallGrammar(format="hermes", call_schema=" " * (64 << 10)),
+        ),
     )  # fmt: skip
     check_sampling(lowest, num_vocab=100)
     check_sampling(highest, num_vocab=100)
@@ -67,6 +71,13 @@ def test_a_grammar_is_limited_in_size_and_named_as_the_api_does(param):
         with pytest.raises(BadRequest, match=param) as caught:
             check_sampling(SamplingParams(grammar=grammar))
         assert caught.value.param == param
+
+
+def test_of_calls_or_text_the_one_that_is_too_long_is_named():
+    calls = CallGrammar(format="mistral", call_schema="x" * ((64 << 10) + 1))
+    with pytest.raises(BadRequest, match="tools is longer") as caught:
+        check_sampling(SamplingParams(grammar=Grammar(kind="json_object", calls=calls)))
+    assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import re
 
+import msgspec
 import pytest
 from worker_kit import collect, decode_leg, outcome, prefill_leg, token_ids
 
 from neuron_di.errors import BadRequest
-from neuron_di.wire import Finished, Grammar
+from neuron_di.request import Tokenizer
+from neuron_di.wire import CallGrammar, Finished, Grammar
 
 SCHEMA = {
     "type": "object",
@@ -26,6 +29,12 @@ FIELDS = {
     "bad_words": ("the",),
     "logit_bias": ((400, 5.0),),
 }
+
+
+EITHER = msgspec.structs.replace(
+    FIELDS["grammar"],
+    calls=CallGrammar(format="hermes", call_schema='{"const": "a call"}', is_parallel=False),
+)
 
 
 def text_of(events):
@@ -81,3 +90,42 @@ async def test_what_cannot_be_compiled_is_refused_by_every_role(workers, prefill
     assert isinstance(error, BadRequest)
     assert error.param == "tools"
     assert "not supported: not" in error.message
+
+
+@pytest.mark.parametrize("begin", ["{", "<"])
+async def test_two_workers_keep_the_side_that_the_model_chose(
+    workers, prefill, decode, llama_folder, begin
+):
+    both = workers.start("both")
+    pieces = Tokenizer.load(llama_folder)
+    ids = [i for i in range(pieces.num_vocab) if pieces.token_text(i).startswith(begin)]
+    fields = {**FIELDS, "grammar": EITHER, "logit_bias": tuple((i, 50.0) for i in ids)}
+    whole = await collect(both.combined.run(prefill_leg("r", **fields)))
+    first, rest = await asyncio.gather(
+        collect(prefill.prefill.run(prefill_leg("r", **fields))),
+        collect(decode.decode.run(decode_leg("r", prefill, **fields))),
+    )
+    assert token_ids(first + rest) == token_ids(whole)
+    text = text_of(first + rest)
+    assert rest[-1].reason == "stop"
+    if begin == "{":
+        assert sorted(json.loads(text)) == ["n", "name"]
+    else:
+        assert re.fullmatch(r'<tool_call>\s*"a call"\s*</tool_call>\s*', text)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("param", ["tools", "response_format"])
+async def test_of_two_grammars_the_one_at_fault_is_named(workers, prefill, role, param):
+    worker = prefill if role == "prefill" else workers.start(role)
+    schemas = {"tools": "{}", "response_format": "{}", param: '{"type": "object", "not": {}}'}
+    calls = CallGrammar(format="hermes", call_schema=schemas["tools"])
+    grammar = Grammar(kind="json_schema", value=schemas["response_format"], calls=calls)
+    leg = prefill_leg("r", grammar=grammar)
+    if role == "decode":
+        events = worker.decode.run(decode_leg("r", prefill, grammar=grammar))
+    else:
+        events = (worker.prefill or worker.combined).run(leg)
+    error = await outcome(collect(events))
+    assert isinstance(error, BadRequest)
+    assert error.param == param
