@@ -167,7 +167,8 @@ def _refused_tls(host: str, error: Exception) -> Door:
             mend = "Renew it, or set this machine's clock."
         return _shut(f"its certificate is refused: {words}", mend)
     reason = "" if not isinstance(error, ssl.SSLError) else error.reason or "without a reason"
-    if reason in ("", "WRONG_VERSION_NUMBER") or isinstance(error, ssl.SSLEOFError):
+    has_ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)  # by Python's version
+    if has_ended or reason in ("", "WRONG_VERSION_NUMBER"):
         return _shut(
             "it hangs up on TLS, which --etcd-ca asks for",
             "If it speaks no TLS, start it with a certificate, or leave out --etcd-ca.",

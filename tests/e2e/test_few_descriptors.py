@@ -36,8 +36,11 @@ async def test_a_proxy_takes_no_more_connections_than_it_can() -> None:
                 readers.append(reader)
             closed = await asyncio.gather(*(_is_closed(reader) for reader in readers))
             assert sum(closed) == 100, "50 are kept, the other descriptors are for other things"
-            async with session_of_many() as session, asyncio.timeout(DEADLINE_S):
-                response = await session.get(f"{proxy.url}/v1/models")
+            async with (
+                session_of_many() as session,
+                asyncio.timeout(DEADLINE_S),
+                session.get(f"{proxy.url}/v1/models") as response,
+            ):
                 assert response.status == 200
 
 

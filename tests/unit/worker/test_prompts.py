@@ -391,8 +391,7 @@ def test_a_later_attempt_says_the_time_at_which_its_request_came(tmp_path: Path)
     write_random_checkpoint(tmp_path, "llama", chat_template="{{ strftime_now('%Y') }}")
     tokenizer = Tokenizer.load(tmp_path)
     reader = PromptReader(tokenizer, num_vocab=tokenizer.num_vocab, context_tokens=CONTEXT)
-    leg = leg_of([{"role": "user", "content": "a"}], "chat")
-    year = text_of(reader, leg)
+    year = text_of(reader, leg := leg_of([{"role": "user", "content": "a"}], "chat"))
     with pytest.MonkeyPatch.context() as patch:
         later_s = time.time() + 40_000_000
         patch.setattr("neuron_di.worker.prompts.unix_s", lambda: later_s)
