@@ -212,7 +212,7 @@ LONG = {"type": "object", "description": "x" * (64 << 10)}
                     "json_schema": {"name": "a", "schema": LONG},
                 }
             },
-            "response_format",
+            "response_format.json_schema.schema",
         ),
         ({"structured_outputs": {"json": []}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": "x" * ((64 << 10) + 1)}}, "structured_outputs"),
