@@ -23,7 +23,7 @@ from neuron_di.request.vocabulary import MaskedRow, Vocabulary
 from neuron_di.wire import CallGrammar, Grammar
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher
 
 _log = get_logger(__name__)
 
@@ -204,7 +204,6 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
         self._starts: OrderedDict[str, StartTag] = OrderedDict()
         self._ends: OrderedDict[tuple[str, bool], Marker] = OrderedDict()
-        self._limits: LLParserLimits | None = None
         self.num_compiled = 0
 
     def state_of(self, grammar: Grammar, stop_token_ids: Sequence[int] = ()) -> GrammarState:

@@ -125,8 +125,9 @@ def _read(kind: TokenizeKind, body: bytes) -> _TextFields | _ChatFields | _IdFie
             raise BadRequest("either `prompt` or `messages` must be given", param="prompt")
         fields = _TextFields if "prompt" in names else _ChatFields
     try:
-        given = msgspec.json.encode({name: members[name] for name in members if name in names})
-        return msgspec.json.decode(given, type=fields)
+        if len(names) < len(members):
+            body = msgspec.json.encode({name: members[name] for name in names})
+        return msgspec.json.decode(body, type=fields)
     except msgspec.ValidationError as error:
         raise explain(str(error)) from None
 

@@ -76,18 +76,23 @@ async def test_a_later_attempt_goes_on_in_the_grammar(workers, prefill, decode):
         assert token_ids(first + rest) == ids[num_emitted:]
 
 
+async def refusal_of(worker, role, prefill, grammar):
+    """What a worker says of a leg with this grammar."""
+    if role == "decode":
+        events = worker.decode.run(decode_leg("r", prefill, grammar=grammar))
+    else:
+        events = (worker.prefill or worker.combined).run(prefill_leg("r", grammar=grammar))
+    error = await outcome(collect(events))
+    assert isinstance(error, BadRequest)
+    return error
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode", "both"])
 async def test_what_cannot_be_compiled_is_refused_by_every_role(workers, prefill, role):
     worker = prefill if role == "prefill" else workers.start(role)
     schema = '{"type": "object", "not": {}}'
     grammar = Grammar(kind="json_schema", value=schema, param="tools")
-    leg = prefill_leg("r", grammar=grammar)
-    if role == "decode":
-        events = worker.decode.run(decode_leg("r", prefill, grammar=grammar))
-    else:
-        events = (worker.prefill or worker.combined).run(leg)
-    error = await outcome(collect(events))
-    assert isinstance(error, BadRequest)
+    error = await refusal_of(worker, role, prefill, grammar)
     assert error.param == "tools"
     assert "not supported: not" in error.message
 
@@ -121,11 +126,5 @@ async def test_of_two_grammars_the_one_at_fault_is_named(workers, prefill, role,
     schemas = {"tools": "{}", "response_format": "{}", param: '{"type": "object", "not": {}}'}
     calls = CallGrammar(format="hermes", call_schema=schemas["tools"])
     grammar = Grammar(kind="json_schema", value=schemas["response_format"], calls=calls)
-    leg = prefill_leg("r", grammar=grammar)
-    if role == "decode":
-        events = worker.decode.run(decode_leg("r", prefill, grammar=grammar))
-    else:
-        events = (worker.prefill or worker.combined).run(leg)
-    error = await outcome(collect(events))
-    assert isinstance(error, BadRequest)
+    error = await refusal_of(worker, role, prefill, grammar)
     assert error.param == param
