@@ -167,7 +167,7 @@ def read_tools(
     if choice in (None, "auto") and traits.tool_format is None:
         raise BadRequest(
             "this model's chat template has no format for tool calls that is known here: "
-            '`tool_choice` must be "required", "none" or name a tool',
+            'if it takes tools at all, `tool_choice` must be "required", "none" or name a tool',
             param="tool_choice",
         )
     return ToolUse(
