@@ -4,10 +4,16 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# What tests share asserts too, and should say as much where it fails.
+_FILES = Path(__file__).parent.rglob("*.py")
+_SHARED = {file.stem for file in _FILES if not file.name.startswith(("test_", "conftest.", "__"))}
+pytest.register_assert_rewrite("tests", *_SHARED)
 
 # Nothing is measured here: on a busy machine an example may take any time.
 settings.register_profile("suite", deadline=None)

@@ -38,12 +38,16 @@ scale_out_one_host() {
     show_joined
 }
 
-# The proxy gives it requests once a small one went through each of its pairs.
+# The proxy gives it requests once a small one went through each of its pairs. It is ready before it
+# is connected to the prefill worker.
 show_joined() {
-    [ -n "$IS_DRY" ] || until_succeeds 120 has_joined decode-1 ||
-        missing "the proxy does not list decode-1" "$(by_hand status) says why"
+    [ -n "$IS_DRY" ] || until_succeeds 120 takes_kv decode-1 ||
+        missing "decode-1 takes no KV from a prefill worker" "$(by_hand status) says why"
     run neuron-di status --url "$URL"
 }
 
-# has_joined WORKER [URL]
-has_joined() { neuron-di status --url "${2:-$URL}" | grep "^$1 .* ready " >/dev/null; }
+# takes_kv WORKER
+takes_kv() { neuron-di status --url "$URL" | grep "^$1 takes KV from " >/dev/null; }
+
+# has_joined WORKER URL
+has_joined() { neuron-di status --url "$2" | grep "^$1 .* ready " >/dev/null; }

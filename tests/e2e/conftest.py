@@ -8,15 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from openai_kit import Client
+from oracle_kit import Oracle
+from process_kit import running_fleet
 
 from neuron_di.llm import LLM
 from neuron_di.testing import write_random_checkpoint
-
-pytest.register_assert_rewrite("openai_kit", "oracle_kit", "process_kit")
-
-from openai_kit import Client  # noqa: E402
-from oracle_kit import Oracle  # noqa: E402
-from process_kit import running_fleet  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,4 @@
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-pytest.register_assert_rewrite("asking_kit", "hosts_kit", "openai_kit", "process_kit")

@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_kit import Rig
 
 from neuron_di.testing import write_random_checkpoint
-
-pytest.register_assert_rewrite("engine_kit")
-
-from engine_kit import Rig  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
+from transfer_kit import BareDecode, Decode, Prefill, until
 
-pytest.register_assert_rewrite("transfer_kit", "bare_prefill", "signal_words")
-
-from transfer_kit import BareDecode, Decode, Prefill, until  # noqa: E402
-
-from neuron_di.types import RequestId  # noqa: E402
-from neuron_di.wire import Done  # noqa: E402
+from neuron_di.types import RequestId
+from neuron_di.wire import Done
 
 
 class Cluster:

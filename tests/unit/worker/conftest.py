@@ -5,14 +5,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from worker_kit import is_at_rest, make_worker, until
 
 from neuron_di.testing import write_random_checkpoint
-
-pytest.register_assert_rewrite("worker_kit")
-
-from worker_kit import is_at_rest, make_worker, until  # noqa: E402
-
-from neuron_di.worker import Worker  # noqa: E402
+from neuron_di.worker import Worker
 
 
 @pytest.fixture(scope="session")
