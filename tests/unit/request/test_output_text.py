@@ -210,11 +210,14 @@ def place_of(before, piece):
 @given(ids=random_ids, stop=stop_strings)
 @example(ids=[], stop=())
 @example(ids=[182, 182, 0, 0], stop=())  # of one kind: two spaces, the first of which is no text
+@example(ids=[419, 182, 0], stop=())  # also behind a token that has no text
 def test_a_tokens_place_in_the_text_is_known_before_it_is_sent(kind, ids, stop):
     tokenizer = make_tokenizer(kind)
     output, num_sent, before = make_output(kind, stop, skip=False), 0, b""
-    for number, token_id in enumerate(ids):
-        piece = tokenizer.token_bytes(token_id, at_start=number == 0)
+    at_start = True
+    for token_id in ids:
+        piece = tokenizer.token_bytes(token_id, at_start=at_start)
+        at_start &= not tokenizer.has_text(token_id, skip_special_tokens=False)
         if piece and before:
             assert num_sent + output.num_before(token_id) == place_of(before, piece)
         num_sent += len(output.push(token_id))
