@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from neuron_di.request.vocabulary import Vocabulary
 
-_SPACES = b" \t\r\n"
+SPACES = b" \t\r\n"
 # Of a prompt, so many tokens are looked at for a marker at its end.
 _PROMPT_TOKENS = 64
 
@@ -76,17 +76,21 @@ class Marker:
         """Whether a prompt ends with the marker, white space aside."""
         pieces = self._vocabulary.token_bytes
         text = b"".join(pieces[token_id] for token_id in prompt_ids[-_PROMPT_TOKENS:])
-        return text.rstrip(_SPACES).endswith(self._text)
+        return text.rstrip(SPACES).endswith(self._text)
 
     def is_in(self, text: bytes) -> bool:
         return self._text in text
 
     def forbidden_after(self, tail: bytes) -> npt.NDArray[np.intp]:
         """Ids of the tokens that may not follow; `tail` is the last `num_tail` bytes."""
+        return self._forbidden[self.num_matched(tail)]
+
+    def num_matched(self, tail: bytes) -> int:
+        """How many of the marker's first bytes a text ends with, which are not all of it."""
         for num_matched in range(min(len(tail), self.num_tail), 0, -1):
             if tail.endswith(self._text[:num_matched]):
-                return self._forbidden[num_matched]
-        return self._forbidden[0]
+                return num_matched
+        return 0
 
     def _forbidden_behind(
         self, num_matched: int, suspects: list[tuple[int, bytes]]
@@ -94,6 +98,6 @@ class Marker:
         found = list(self._vocabulary.eos_token_ids)
         for token_id, piece in suspects:
             _, marker, rest = (self._text[:num_matched] + piece).partition(self._text)
-            if marker and rest and not (self._may_trail and not rest.strip(_SPACES)):
+            if marker and rest and not (self._may_trail and not rest.strip(SPACES)):
                 found.append(token_id)
         return np.array(found, dtype=np.intp)

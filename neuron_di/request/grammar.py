@@ -16,11 +16,12 @@ import numpy.typing as npt
 from neuron_di.errors import BadRequest, NeuronDiError, RemoteProtocolError
 from neuron_di.obs import get_logger
 from neuron_di.request.alternatives import Alternative, Alternatives, Compiled
+from neuron_di.request.calls_in_text import CallPlaces, CallsInText
 from neuron_di.request.free_text import Marker, StartTag
 from neuron_di.request.grammar_source import source_of
 from neuron_di.request.schema_refusal import refusal_of
 from neuron_di.request.vocabulary import MaskedRow, Vocabulary
-from neuron_di.wire import CallGrammar, Grammar
+from neuron_di.wire import CallGrammar, Grammar, ToolFormat
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -64,12 +65,13 @@ class GrammarState:
     they end the answer whatever `ignore_eos` and `min_tokens` say. Where the model has no EOS,
     the answer ends with the token that completes it.
 
-    An answer that may be calls instead has two grammars, and keeps one of them.
+    An answer that may be calls instead has two grammars, and keeps one of them; in one that is
+    any text, calls keep theirs.
     """
 
     def __init__(
         self,
-        grammars: Alternatives,
+        grammars: Alternatives | CallsInText,
         free_text: _FreeText | None,
         vocabulary: Vocabulary,
         row: MaskedRow,
@@ -204,6 +206,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
         self._starts: OrderedDict[str, StartTag] = OrderedDict()
         self._ends: OrderedDict[tuple[str, bool], Marker] = OrderedDict()
+        self._places: dict[ToolFormat, CallPlaces] = {}
         self.num_compiled = 0
 
     def state_of(self, grammar: Grammar, stop_token_ids: Sequence[int] = ()) -> GrammarState:
@@ -211,14 +214,23 @@ class GrammarCompiler:
         free_text = None
         if grammar.reasoning is not None:
             free_text = self._free_text(
-                *grammar.reasoning, may_trail=grammar.kind.startswith("json")
+                *grammar.reasoning, may_trail=grammar.kind not in ("choice", "regex")
             )
-        parts = [(self._compiled_of(grammar), grammar.param)]
-        if (calls := grammar.calls) is not None:
-            parts.append((self._compiled_of(calls), calls.param))
         return GrammarState(
-            Alternatives(parts), free_text, self._vocabulary, self._row, stop_token_ids
+            self._grammars_of(grammar), free_text, self._vocabulary, self._row, stop_token_ids
         )
+
+    def _grammars_of(self, grammar: Grammar) -> Alternatives | CallsInText:
+        compiled, calls = self._compiled_of(grammar), grammar.calls
+        if calls is None:
+            return Alternatives([(compiled, grammar.param)])
+        if grammar.kind != "text":
+            parts = [(compiled, grammar.param), (self._compiled_of(calls), calls.param)]
+            return Alternatives(parts)
+        places = self._places.get(calls.format)
+        if places is None:
+            places = self._places[calls.format] = CallPlaces(calls.format, self._vocabulary)
+        return CallsInText(compiled, places, param=calls.param, is_parallel=calls.is_parallel)
 
     def _compiled_of(self, part: Grammar | CallGrammar) -> Compiled:
         key = _key_of(part)
@@ -267,9 +279,12 @@ class GrammarCompiler:
 
 def _key_of(part: Grammar | CallGrammar) -> tuple[str, str]:
     """What was compiled for one field serves another, too."""
-    if isinstance(part, Grammar):
-        return part.kind, part.value
-    return f"{part.format} {part.is_parallel}", part.call_schema
+    if isinstance(part, CallGrammar):
+        return f"{part.format} {part.is_parallel}", part.call_schema
+    if part.kind == "text" and part.calls is not None:
+        kind, schema = _key_of(part.calls)
+        return f"text {kind}", schema
+    return part.kind, part.value
 
 
 def _kept(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:

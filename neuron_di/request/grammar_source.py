@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from neuron_di.errors import BadRequest
-from neuron_di.request.call_rules import call_rules
+from neuron_di.request.call_rules import rules_behind_tag, rules_of_answer
 from neuron_di.request.schema_refusal import (
     check_expression,
     check_schema,
@@ -34,11 +34,15 @@ class GrammarSource:
 
 
 def source_of(part: Grammar | CallGrammar, vocabulary: Vocabulary) -> GrammarSource:
-    """The source of a grammar; its `calls` are one of their own. Raises BadRequest."""
+    """The source of a grammar; its `calls` are one of their own, but of text. Raises BadRequest."""
     from llguidance import LLMatcher
 
     if isinstance(part, CallGrammar):
-        return GrammarSource(_calls_grammar(part, vocabulary))
+        return GrammarSource(_calls_grammar(part, rules_of_answer(part, vocabulary)))
+    if part.kind == "text":
+        if (calls := part.calls) is None:
+            raise BadRequest("any text is no grammar without calls", param=part.param)
+        return GrammarSource(_calls_grammar(calls, rules_behind_tag(calls, vocabulary)))
     if part.kind == "choice":
         return GrammarSource(LLMatcher.grammar_from_lark(_choice_rule(part.value, part.param)))
     if part.kind == "regex":
@@ -48,11 +52,10 @@ def source_of(part: Grammar | CallGrammar, vocabulary: Vocabulary) -> GrammarSou
     return GrammarSource(_json_grammar(schema, part.param))
 
 
-def _calls_grammar(calls: CallGrammar, vocabulary: Vocabulary) -> str:
+def _calls_grammar(calls: CallGrammar, rules: str) -> str:
     """The format's rules around calls, each of which is the schema's JSON."""
     (call,) = json.loads(_json_grammar(calls.call_schema, calls.param))["grammars"]
-    rules = {"lark_grammar": call_rules(calls, vocabulary)}
-    return json.dumps({"grammars": [rules, call | {"name": "json"}]})
+    return json.dumps({"grammars": [{"lark_grammar": rules}, call | {"name": "json"}]})
 
 
 def _json_grammar(schema: str, param: str) -> str:

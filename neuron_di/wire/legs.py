@@ -51,16 +51,17 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     json_object: any JSON object; json_schema: JSON that `value`, a JSON Schema, allows; choice:
     one of the strings in `value`, a JSON array; regex: all of it matches the expression `value`,
-    in the syntax of Rust's crate regex, without look-around. `reasoning`, a start and an end tag:
-    the model may reason first, which is free text. It does where the prompt ends inside of that, or
-    the answer begins with the start tag; the grammar then begins behind the end tag. None: with
-    token 0.
-    `calls`: what an answer may be instead. The model chooses, by the first token that only one of
-    both can take; so it does where it has reasoned.
+    in the syntax of Rust's crate regex, without look-around; text: anything, in which `calls` may
+    come where their format has them.
+    `reasoning`, a start and an end tag: the model may reason first, which is free text. It does
+    where the prompt ends inside of that, or the answer begins with the start tag; the grammar then
+    begins behind the end tag. None: with token 0.
+    `calls`, with any other kind: what an answer may be instead. The model chooses, by the first
+    token that only one of both can take; so it does where it has reasoned.
     `param` is the field of the client's request that asks for it: errors name it.
     """
 
-    kind: Literal["json_object", "json_schema", "choice", "regex"]
+    kind: Literal["json_object", "json_schema", "choice", "regex", "text"]
     value: str = ""
     reasoning: tuple[str, str] | None = None
     calls: CallGrammar | None = None

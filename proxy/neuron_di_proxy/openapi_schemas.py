@@ -97,7 +97,10 @@ _TOOLS: _Json = {
                             _NULL,
                         ],
                     },
-                    "strict": {"type": ["boolean", "null"]},
+                    "strict": {
+                        "type": ["boolean", "null"],
+                        "description": "Where the model may call: its calls keep `parameters`",
+                    },
                 },
                 "required": ["name"],
                 "additionalProperties": False,

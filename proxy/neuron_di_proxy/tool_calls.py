@@ -3,8 +3,9 @@
     tool_choice   how the answer comes to have calls
     none          the tools are not shown to the model: it cannot call what it does not know
     auto          the tools are shown, and the model writes calls in the format of its chat
-                  template; refused where the template knows none. `strict` binds nothing here,
-                  unless text must keep a format: then a grammar binds calls, too
+                  template; refused where the template knows none. Where a tool is `strict`, a
+                  grammar binds calls: its arguments keep their schema, those of others are any
+                  object. Where text must keep a format, all calls keep theirs
     required      a grammar lets the answer be calls only, of any model that is shown tools; a
                   format for text then binds nothing
     named         the same, and one call of that tool
@@ -32,6 +33,7 @@ from neuron_di_proxy.schema_part import as_part
 TOOLS_MAX = 128
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_PARAMETERS = {"type": "object"}
 
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
 
@@ -70,11 +72,13 @@ class ToolUse:
     """Which tools an answer may or must call.
 
     `tools` is the client's own JSON, for the chat template; `parameters` has the JSON Schema of
-    each tool's arguments, in the order of `tools`. `model_format` is how the model writes calls.
+    each tool's arguments, in the order of `tools`; `strict`, the tools whose calls must keep it in
+    whatever answer. `model_format` is how the model writes calls.
     """
 
     tools: msgspec.Raw
     parameters: dict[str, dict[str, Any]]
+    strict: frozenset[str]
     choice: Literal["auto", "required", "named"]
     chosen: str | None  # the tool that must be called; of choice "named" only
     is_parallel: bool
@@ -97,48 +101,41 @@ class ToolUse:
     def _callable(self) -> tuple[str, ...]:
         return tuple(self.parameters) if self.chosen is None else (self.chosen,)
 
-    def callable_parameters(self) -> list[dict[str, Any]]:
+    def callable_parameters(self) -> dict[str, dict[str, Any]]:
         """The JSON Schemas of these tools' arguments."""
-        return [self.parameters[name] for name in self._callable()]
+        return {name: self.parameters[name] for name in self._callable()}
+
+    def strict_parameters(self) -> dict[str, dict[str, Any]]:
+        """As `parameters`, but of tools that are not strict any object will do."""
+        return {
+            name: schema if name in self.strict else _ANY_PARAMETERS
+            for name, schema in self.parameters.items()
+        }
 
     def calls_schema(self) -> dict[str, Any]:
         """The JSON Schema of an answer that is nothing but calls of these tools."""
-        items, definitions = self._call_parts("arguments")
+        items, definitions = _call_parts("arguments", self.callable_parameters())
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
         if self.chosen is not None or not self.is_parallel:
             schema["maxItems"] = 1
         return schema | definitions
 
-    def call_grammar(self) -> CallGrammar:
-        """What calls must be that the model writes where it might write text."""
+    def call_grammar(self, parameters: dict[str, dict[str, Any]]) -> CallGrammar:
+        """What calls with these arguments must be that the model writes where it might write
+        text."""
         assert self.model_format is not None  # `read_tools` refuses it
         key = "parameters" if self.model_format == "llama3_json" else "arguments"
-        call, definitions = self._call_parts(key)
+        call, definitions = _call_parts(key, parameters)
         return CallGrammar(
             format=self.model_format,
             call_schema=msgspec.json.encode(call | definitions).decode(),
             is_parallel=self.is_parallel,
         )
 
-    def _call_parts(self, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The JSON Schema of one call with its arguments as `key`, and what it refers to."""
-        names = self._callable()
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for name in names
-        ]
-        parts = {name: as_part(self.parameters[name], f"#/$defs/{name}") for name in names}
-        return calls[0] if len(calls) == 1 else {"anyOf": calls}, {"$defs": parts}
 
-
-def check_tools(tools: msgspec.Raw) -> dict[str, dict[str, Any]]:
-    """The JSON Schema of each tool's arguments, by its name. Raises BadRequest."""
-    return _parameters(_decode(_tools_decoder, tools, "tools"))
+def check_tools(tools: msgspec.Raw) -> None:
+    """Raise BadRequest unless they can be offered."""
+    _parameters(_decode(_tools_decoder, tools, "tools"))
 
 
 def read_tools(
@@ -158,7 +155,8 @@ def read_tools(
         if parallel is not None:
             raise BadRequest("`parallel_tool_calls` needs `tools`", param="parallel_tool_calls")
         return None
-    parameters = check_tools(tools)
+    offered = _decode(_tools_decoder, tools, "tools")
+    parameters = _parameters(offered)
     chosen = choice.function.name if isinstance(choice, _NamedTool) else None
     if chosen is not None and chosen not in parameters:
         raise BadRequest("`tool_choice` names a tool that is not in `tools`", param="tool_choice")
@@ -173,6 +171,7 @@ def read_tools(
     return ToolUse(
         tools=tools,
         parameters=parameters,
+        strict=frozenset(tool.function.name for tool in offered if tool.function.strict),
         choice="named" if chosen else "required" if choice == "required" else "auto",
         chosen=chosen,
         is_parallel=parallel is not False,
@@ -185,15 +184,41 @@ def tool_grammar(use: ToolUse, text: Grammar | None = None) -> Grammar | None:
     it does not call. Raises BadRequest where that is too long, also where it does not matter."""
     if text is not None:
         check_grammar(text)
-    if use.choice == "auto" and text is None:
+    if use.choice != "auto":
+        parameters = use.callable_parameters()
+    elif text is not None:
+        parameters = use.parameters
+    elif use.strict:
+        parameters = use.strict_parameters()
+    else:
         return None
     # Before a schema of all of them is made, which may be much longer.
-    schemas = [msgspec.json.encode(schema).decode() for schema in use.callable_parameters()]
+    schemas = [msgspec.json.encode(schema).decode() for schema in parameters.values()]
     check_grammar_chars(sum(map(len, schemas)), "tools")
-    if text is not None and use.choice == "auto":
-        return msgspec.structs.replace(text, calls=use.call_grammar())
+    if use.choice == "auto":
+        calls = use.call_grammar(parameters)
+        if text is None:
+            return Grammar(kind="text", calls=calls, param="tools")
+        return msgspec.structs.replace(text, calls=calls)
     value = msgspec.json.encode(use.calls_schema()).decode()
     return Grammar(kind="json_schema", value=value, param="tools")
+
+
+def _call_parts(
+    key: str, parameters: dict[str, dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON Schema of one call with its arguments as `key`, and what it refers to."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for name in parameters
+    ]
+    parts = {name: as_part(schema, f"#/$defs/{name}") for name, schema in parameters.items()}
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}, {"$defs": parts}
 
 
 def _parameters(tools: list[_Tool]) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_continuation import check_every_split
+from test_continuation import check_every_split, run, run_split
 from test_structured_answers import EOS, SCHEMA, RandomModel, is_valid, schemas
 
 from neuron_di.wire import CallGrammar, Grammar
@@ -179,3 +179,54 @@ def test_an_interrupted_answer_goes_on_on_its_side(make_rig, call_format, begin)
     if begin == b"{" and call_format == "llama3_json":
         return  # which may begin either
     assert side == ("text" if begin == b"{" else "calls")
+
+
+def within_text(call_format, arguments, **fields):
+    calls = call_grammar(call_format, arguments, **fields)
+    return Grammar(kind="text", calls=calls, param="tools")
+
+
+def test_text_that_may_have_calls_keeps_min_tokens_and_may_go_on(model):
+    """It could end at any token: neither is what the grammar wants, as in other answers."""
+    grammar = within_text("hermes", SMALL)
+    _, finish, ids = model.answer(1, grammar=grammar, logit_bias=ENDS, min_tokens=9)
+    assert (finish.reason, len(ids)) == ("stop", 10)
+    _, finish, ids = model.answer(
+        1, grammar=grammar, logit_bias=ENDS, ignore_eos=True, max_tokens=30
+    )
+    assert (finish.reason, len(ids)) == ("length", 30)
+    free = model.answer(2, temperature=1.0, max_tokens=40)
+    assert model.answer(2, temperature=1.0, max_tokens=40, grammar=grammar) == free
+
+
+@pytest.mark.parametrize("call_format", FORMATS)
+def test_text_with_a_call_goes_on_wherever_it_was_interrupted(make_rig, call_format):
+    """From the tag on, as the model that wrote it would not do by chance."""
+
+    def make(role, **options):
+        return make_rig(role, eos_token_ids=EOS, **options)
+
+    both, prefill, decode = make("both"), make("prefill"), make("decode")
+    tokenizer = both.tokenizer
+    before = OPEN[call_format] or " \n"
+    begun = tokenizer.encode("Yes. " * bool(OPEN[call_format]) + before, add_special_tokens=False)
+    spaces = (i for i in range(tokenizer.num_vocab) if not tokenizer.token_bytes(i).strip())
+    likes = ENDS if OPEN[call_format] else biased(tokenizer, b"{")
+    bias = dict.fromkeys(spaces, -100.0) | dict(likes)
+    fields = {
+        "grammar": within_text(call_format, SMALL, is_parallel=False),
+        "temperature": 1.0,
+        "seed": 5,
+        "max_tokens": 60,
+        "logit_bias": tuple(bias.items()),
+    }
+    tokens, end = run(both, given=begun, **fields)
+    ids = [*begun, *(token.token_id for token in tokens)]
+    assert end[0] == "stop"
+    text = "".join(token.text for token in tokens) + end[2]
+    (arguments,) = calls_of(call_format, OPEN[call_format] + text.strip())
+    assert is_valid(arguments, SMALL)
+    for num_given in range(len(begun), len(ids) + 1):
+        expected = tokens[num_given - len(begun) :], end
+        assert run(both, given=ids[:num_given], **fields) == expected, num_given
+        assert run_split(prefill, decode, given=ids[:num_given], **fields) == expected, num_given

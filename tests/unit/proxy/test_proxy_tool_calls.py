@@ -53,7 +53,9 @@ def test_tools_are_given_on_as_the_client_wrote_them():
 def test_what_the_model_may_do(choice, expected, chosen):
     use = read([WEATHER, tool("f")], choice)
     assert (use.choice, use.chosen, use.is_parallel) == (expected, chosen, True)
-    assert (tool_grammar(use) is None) == (expected == "auto")
+    assert tool_grammar(use).kind == ("text" if expected == "auto" else "json_schema")
+    use = read([tool("f"), tool("g", strict=False)], choice if chosen is None else "auto")
+    assert (tool_grammar(use) is None) == (use.choice == "auto")
     assert not read([WEATHER], choice, parallel=False).is_parallel
 
 
