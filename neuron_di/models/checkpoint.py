@@ -125,19 +125,22 @@ def load_weights(
     With a shard, whose `spec` this is, only its part is read.
 
     Raises CheckpointError that names the file and the tensor when one is missing, has another
-    shape than config.json implies or values that `dtype` cannot hold, when a file is damaged, or
-    when a head is stored that is not the embedding that it is said to be.
+    shape than config.json implies or values that `dtype` cannot hold, when a file is damaged, when
+    a head is stored that is not the embedding that it is said to be, or a part of the decoder that
+    nothing reads.
     """
     if spec.has_tied_embeddings and (shard is None or shard.rank == 0):
         _require_tied(folder)
     weights = ModelWeights.allocate(spec, getattr(torch, dtype), device)
     targets = dict(weights.stored_tensors(spec))
+    known = frozenset(targets)
     bytes_total = sum(target.nbytes for target in targets.values())
     bytes_done = 0
     for file_name in weight_files(folder):
         path = folder / file_name
         try:
             with safe_open(path, framework="pt") as stored:
+                _require_known(path, set(stored.keys()) - known)
                 for name in sorted(targets.keys() & set(stored.keys())):
                     target = targets.pop(name)
                     part = None if shard is None else shard.part_of(name)
@@ -188,6 +191,17 @@ def _require_tied(folder: Path) -> None:
             raise CheckpointError(
                 f"{folder}: config.json says tie_word_embeddings, and {_HEAD} is stored and is not "
                 f"{_EMBEDDING}: set it to false, or remove the tensor that is not meant"
+            )
+
+
+def _require_known(path: Path, others: set[str]) -> None:
+    """Refuse a bias, a norm or a layer that would be left out: another text would be generated."""
+    for name in sorted(others):
+        # What is beside the decoder changes no token; old checkpoints hold RoPE's frequencies.
+        if name.startswith("model.") and ".rotary_emb." not in name:
+            raise CheckpointError(
+                f"{path}: tensor {name} is stored, but config.json implies none: mend config.json "
+                "(attention_bias, mlp_bias, num_hidden_layers, architectures), or remove the tensor"
             )
 
 

@@ -83,6 +83,28 @@ def test_missing_tensor_is_named(llama_folder: Path) -> None:
         load(llama_folder)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.k_norm.weight",
+        "model.layers.3.input_layernorm.weight",
+    ],
+)
+def test_a_part_that_would_be_left_out_is_named(llama_folder: Path, name: str) -> None:
+    edit_tensors(llama_folder, lambda tensors: tensors.update({name: torch.ones(128)}))
+    with pytest.raises(CheckpointError, match=rf"{name} is stored, but config\.json implies none"):
+        load(llama_folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "v_head.summary.weight"]
+)
+def test_what_changes_no_token_may_be_stored(llama_folder: Path, name: str) -> None:
+    edit_tensors(llama_folder, lambda tensors: tensors.update({name: torch.ones(16)}))
+    load(llama_folder)
+
+
 def test_wrong_shape_is_named(llama_folder: Path) -> None:
     edit_tensors(llama_folder, lambda tensors: tensors.update({NORM: torch.ones(64)}))
     with pytest.raises(CheckpointError, match=rf"{NORM} has shape \[64\].*\[128\]"):
