@@ -1,6 +1,7 @@
 """Rotary position embedding: the frequencies a checkpoint was trained with, and the rotation."""
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
@@ -48,9 +49,9 @@ class RopeSpec:
 
         def number(name: str, default: object = None) -> float:
             value = fields.get(name, default)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            if (found := positive_float(value)) is None:
                 raise CheckpointError(f"{source}: RoPE needs a positive {name}, not {value!r}")
-            return float(value)
+            return found
 
         theta = number("rope_theta", config.get("rope_theta", 10_000.0))
         if kind == "default":
@@ -94,6 +95,13 @@ class RopeSpec:
         positions = torch.arange(num_positions, dtype=torch.float32)
         angles = torch.outer(positions, self._inverse_frequencies(head_dim))
         return angles.cos(), angles.sin()
+
+
+def positive_float(value: object) -> float | None:
+    """A number above 0 that a float holds; None for anything else. JSON has Infinity, too."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value <= sys.float_info.max else None
 
 
 def _block(value: object, source: str) -> Mapping[str, object]:

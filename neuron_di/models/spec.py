@@ -8,7 +8,7 @@ from typing import Literal
 
 from neuron_di.errors import CheckpointError, ConfigError
 from neuron_di.kv import DTYPE_BYTES, KvLayout
-from neuron_di.models.rope import RopeSpec
+from neuron_di.models.rope import RopeSpec, positive_float
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -77,6 +77,7 @@ class ModelSpec:
         eos = config.get("eos_token_id")
         if generation.exists():
             eos = read_json_object(generation).get("eos_token_id", eos)
+            eos = list(_token_ids(eos, str(generation)))
         return cls.from_config(config, eos_token_id=eos, source=str(path))
 
     @classmethod
@@ -197,11 +198,12 @@ class _Fields:
 
     def positive(self, key: str) -> float:
         value = self._config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        number = positive_float(value)
+        if number is None:
             raise CheckpointError(
                 f"{self._source}: `{key}` must be a positive number, not {value!r}"
             )
-        return float(value)
+        return number
 
     def flag(self, key: str) -> bool:
         value = self._config.get(key, False)
@@ -255,6 +257,7 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 def _token_ids(value: object, source: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+    found = [each for each in ids if isinstance(each, int) and not isinstance(each, bool)]
+    if len(found) < len(ids):
         raise CheckpointError(f"{source}: eos_token_id must be an id or a list of ids")
-    return tuple(ids)
+    return tuple(token_id for token_id in found if token_id >= 0)  # -1 says that there is none

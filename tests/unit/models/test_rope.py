@@ -84,6 +84,8 @@ def test_absent_means_default() -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": "linear"}, "object"),
         ({"rope_theta": "big"}, "rope_theta"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )

@@ -117,6 +117,8 @@ def test_a_type_of_another_model_is_refused() -> None:
         ({"hidden_size": True}, "hidden_size.*True"),
         ({"max_position_embeddings": None}, "max_position_embeddings"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
         ({"head_dim": 15}, "even head_dim"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
@@ -137,6 +139,18 @@ def test_generation_config_overrides_end_tokens(tmp_path: Path) -> None:
     assert ModelSpec.from_folder(tmp_path).eos_token_ids == (7, 9)
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     assert ModelSpec.from_folder(tmp_path).eos_token_ids == (2,)
+
+
+def test_bad_end_tokens_are_named_by_their_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
+        ModelSpec.from_folder(tmp_path)
+
+
+def test_an_end_token_of_minus_one_is_none() -> None:
+    assert read({"eos_token_id": -1}).eos_token_ids == ()
+    assert read({"eos_token_id": [-1, 2]}).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"3"])
