@@ -4,20 +4,23 @@
 
 The prefill process computes each prompt's KV and first token; the decode process pulls the
 KV out of the prefill process's memory and generates the rest. Both are told about each
-prompt at the same time, as the proxy does it for a server.
+prompt at the same time, as the proxy does it for a server; and where the first token is the whole
+answer, the decode process is told to wait no longer.
 """
 
 import argparse
 import asyncio
+import contextlib
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
 from neuron_di.config import WorkerOptions
+from neuron_di.errors import NeuronDiError
 from neuron_di.types import RequestId
 from neuron_di.wire import (
     DecodeLeg,
@@ -70,6 +73,9 @@ def prefill_process(
         async for event in worker.prefill.run(leg):
             if isinstance(event, Token | Finished):
                 text += event.text
+            if isinstance(event, Finished):
+                decode.send_bytes(msgspec.msgpack.encode(index))
+                say(f"prefill {index}: {event.num_prompt} tokens, the first token ended the answer")
             elif isinstance(event, Released):
                 receipt = event.receipt
                 say(
@@ -78,7 +84,7 @@ def prefill_process(
                 )
         return text
 
-    asyncio.run(run())
+    carry_out("prefill", run)
 
 
 def decode_process(model: str, num_prompts: int, prefill: Connection, out: Connection) -> None:
@@ -88,7 +94,18 @@ def decode_process(model: str, num_prompts: int, prefill: Connection, out: Conne
         options = WorkerOptions(model=model, role="decode", worker_id="decode")
         worker = Worker(options, load_model(model, None, "decode", options.engine))
         peer = msgspec.msgpack.decode(received(prefill), type=PeerAddress)
-        texts = await asyncio.gather(*(decode(worker, i, peer) for i in range(num_prompts)))
+        legs = [asyncio.create_task(decode(worker, i, peer)) for i in range(num_prompts)]
+        loop = asyncio.get_running_loop()
+
+        def hear() -> None:
+            try:
+                legs[msgspec.msgpack.decode(prefill.recv_bytes(), type=int)].cancel()
+            except EOFError:  # the prefill process has said all
+                loop.remove_reader(prefill.fileno())
+
+        loop.add_reader(prefill.fileno(), hear)
+        texts = await asyncio.gather(*legs)
+        loop.remove_reader(prefill.fileno())
         await worker.close()
         out.send_bytes(msgspec.msgpack.encode(texts))
 
@@ -102,25 +119,36 @@ def decode_process(model: str, num_prompts: int, prefill: Connection, out: Conne
             timeout_s=PEER_TIMEOUT_S,
         )
         text = ""
-        async for event in worker.decode.run(leg):
-            if isinstance(event, Token | Finished):
-                text += event.text
-            if isinstance(event, Finished):
-                receipt = event.receipt
-                say(
-                    f"decode  {index}: pulled {receipt.kv_bytes:,} bytes by {receipt.link}, "
-                    f"{event.num_generated - 1} tokens in {receipt.decode_s * 1000:.1f} ms"
-                )
+        with contextlib.suppress(asyncio.CancelledError):  # nothing is left to be generated
+            async for event in worker.decode.run(leg):
+                if isinstance(event, Token | Finished):
+                    text += event.text
+                if isinstance(event, Finished):
+                    receipt = event.receipt
+                    say(
+                        f"decode  {index}: pulled {receipt.kv_bytes:,} bytes by {receipt.link}, "
+                        f"{event.num_generated - 1} tokens in {receipt.decode_s * 1000:.1f} ms"
+                    )
         return text
 
-    asyncio.run(run())
+    carry_out("decode", run)
+
+
+def carry_out(name: str, run: Callable[[], Coroutine[None, None, None]]) -> None:
+    try:
+        asyncio.run(run())
+    except NeuronDiError as error:
+        sys.exit(f"{name}: {error.message}")
 
 
 def received(connection: Connection) -> bytes:
     """The next message of the other process; it must come in time."""
     if not connection.poll(PEER_TIMEOUT_S):
         sys.exit("the other process said nothing in time")
-    return connection.recv_bytes()
+    try:
+        return connection.recv_bytes()
+    except EOFError:
+        sys.exit("the other process ended before it had said anything")
 
 
 def say(line: str) -> None:
@@ -143,6 +171,9 @@ def main(model: str, prompts: Sequence[str]) -> None:
     ]
     for process in processes:
         process.start()
+    # Theirs alone now: so whoever waits for one that has ended waits no longer.
+    for connection in (address_in, address_out, outputs[0][1], outputs[1][1]):
+        connection.close()
     first, rest = (msgspec.msgpack.decode(received(out), type=list[str]) for out, _ in outputs)
     for process in processes:
         process.join(PEER_TIMEOUT_S)

@@ -71,3 +71,34 @@ def test_offline_example_equals_the_one_process_engine() -> None:
     assert "handed over" in out
     joined = first[1][1:-1] + rest[1][1:-1]
     assert joined.replace("\\'", "'") == whole.strip()[1:-1].replace("\\'", "'")
+
+
+def test_offline_example_ends_where_the_first_token_ends_an_answer() -> None:
+    code = (
+        "from neuron_di import LLM, SamplingParams\n"
+        "greedy = SamplingParams(temperature=0, max_tokens=800)\n"
+        "with LLM('examples/models/tiny-tales', threads=1) as llm:\n"
+        "    tale, = llm.generate(['Once upon a time'], greedy)\n"
+        "    print('Once upon a time' + tale.text, end='')"
+    )
+    whole = run("-c", code)
+    out = run("examples/offline_di.py", "--prompt", whole, "--prompt", "Once upon a time")
+    assert "prefill 0: " in out
+    assert "the first token ended the answer" in out
+    assert re.search(r"^decode  ''$", out, re.MULTILINE)
+    assert re.search(r"^decode  1: pulled", out, re.MULTILINE)
+
+
+def test_offline_example_says_why_it_cannot_begin() -> None:
+    ended = subprocess.run(
+        [sys.executable, "examples/offline_di.py", "/no/such/model"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=EXAMPLE_TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "prefill: model folder /no/such/model does not exist" in ended.stderr
+    assert "the other process ended" in ended.stderr
+    assert "Traceback" not in ended.stderr
