@@ -7,6 +7,7 @@ from neuron_di.kv import DTYPE_BYTES, KvLayout, segment_bytes
 from neuron_di.models import ModelSpec, Shard
 
 _LOGIT_ROWS = 64  # rows of logits alive at once: the largest decode batch with its sampling
+_HEAD_BYTES = 2 * 4096  # of a pool: its header, and the counters' last page
 _PROCESS_BYTES = 192 << 20  # of a rank's process before it has loaded anything: torch itself
 
 
@@ -26,7 +27,7 @@ class MemoryPlan:
 
     def max_blocks(self, available_bytes: int) -> int:
         """The most blocks that fit; 0 when not even the weights do."""
-        fixed_bytes = self.total_bytes - self.num_blocks * self.block_bytes
+        fixed_bytes = self.weights_bytes + self.workspace_bytes + _HEAD_BYTES
         return max(0, (available_bytes - fixed_bytes) // (self.block_bytes + 8))  # 8: its counter
 
     def require_fits(self, available_bytes: int) -> None:

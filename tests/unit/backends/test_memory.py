@@ -34,6 +34,7 @@ def test_the_most_blocks_that_are_said_to_fit_do_fit(llama_folder: Path) -> None
     plan_of(llama_folder, most).require_fits(available)
     with pytest.raises(ConfigError):
         plan_of(llama_folder, most + 20).require_fits(available)
+    assert plan_of(llama_folder, 1 << 40).max_blocks(available) == most  # whatever was asked for
 
 
 def test_a_model_too_large_alone_is_said(llama_folder: Path) -> None:
