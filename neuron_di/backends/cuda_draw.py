@@ -3,7 +3,7 @@
 What is left to the host: rules (grammars, allowed ids, bias, bad words), penalties, tokens held
 back until `min_tokens`, logprobs, and logits that are of no use.
 
-So far this has run in Triton's interpreter only.
+Run on one GPU so far (docs/cuda.md).
 """
 
 import math

@@ -4,7 +4,7 @@ Weights, pool and results lie on the device. Nothing here waits for it.
 
 Dimensions: T or B rows, E hidden, H query heads, K KV heads, D head dim, N blocks, V vocabulary.
 
-So far this has run in Triton's interpreter only.
+Run on one GPU so far (docs/cuda.md).
 """
 
 from collections.abc import Callable, Sequence
