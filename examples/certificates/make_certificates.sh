@@ -25,11 +25,16 @@ DAYS=365
 names=
 for host in $(echo "$hosts" | tr , ' '); do
     case $host in
-    *:*) kind=IP ;;
-    *[!0-9.]*) kind=DNS ;;
-    *) kind=IP ;;
+    *:*) kind=IP check=checkip ;;
+    *[!0-9.]*) kind=DNS check=checkhost ;;
+    *) kind=IP check=checkip ;;
     esac
     names=$names${names:+,}$kind:$host
+    [ -e "$folder/server.pem" ] || continue
+    if openssl x509 -in "$folder/server.pem" -noout "-$check" "$host" | grep -q 'NOT match'; then
+        echo "$folder/server.pem is kept, and is not for $host: delete it for a new one" >&2
+        exit 1
+    fi
 done
 
 mkdir -p "$folder"

@@ -69,6 +69,15 @@ def test_what_is_there_is_kept_and_a_user_is_added(folder: Path) -> None:
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
+@pytest.mark.parametrize("host", ["10.9.9.9", "fd00::9", "etcd-9"])
+def test_a_certificate_that_is_not_for_a_host_is_named(folder: Path, host: str) -> None:
+    again = run("make_certificates.sh", str(folder), f"127.0.0.1,::1,localhost,{host}")
+    assert again.returncode == 1
+    assert again.stderr == (
+        f"{folder}/server.pem is kept, and is not for {host}: delete it for a new one\n"
+    )
+
+
 def test_how_it_is_called() -> None:
     for script in ("make_certificates.sh", "make_users.sh"):
         called = run(script)
