@@ -12,7 +12,7 @@ from neuron_di_bindings import cpu_kernels
 
 BUILD = (
     "Install a C compiler (gcc), then build it: `python setup.py build_ext --inplace` in a source "
-    "tree, else `pip install --force-reinstall --no-deps neuron-di`."
+    "tree, else `pip install --force-reinstall --no-deps .` in neuron-di's folder."
 )
 # What is slower without each: none of them is needed, and a build without a compiler leaves out
 # all of them without a word.

@@ -42,6 +42,7 @@ def test_kernels_that_are_not_there_are_told(
     finally:
         cpu_kernels.load.cache_clear()
     assert kernels.grade is Grade.WARNING
+    assert "pip install --force-reinstall --no-deps .` in neuron-di's folder" in kernels.mend
 
 
 def test_a_torch_that_does_not_load_fails(monkeypatch: pytest.MonkeyPatch) -> None:
