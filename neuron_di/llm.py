@@ -3,12 +3,14 @@
 The same engine as a worker of role "both", without sockets.
 """
 
+import operator
 import os
 import queue
 import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Self, cast
 
 import msgspec
@@ -184,7 +186,7 @@ class LLM:
             raise BadRequest("LLM gives no logprobs: ask a server", param="logprobs")
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=random.getrandbits(63))
-        prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
         if not all(0 <= token_id < num_vocab for token_id in prompt_ids):
             raise BadRequest(f"a token id is outside of 0..{num_vocab - 1}", param="prompt")
         return self._make(prompt_ids, sampling)
@@ -223,6 +225,14 @@ def _listed(
 ) -> Sequence[str | Sequence[int]]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if len(prompts) and isinstance(prompts[0], Integral):
         return [cast("Sequence[int]", prompts)]
     return cast("Sequence[str | Sequence[int]]", prompts)
+
+
+def _ids(prompt: Sequence[int]) -> list[int]:
+    """As Python's own numbers, whatever library's they are: other processes are told of them."""
+    try:
+        return [int(operator.index(token_id)) for token_id in prompt]
+    except TypeError:
+        raise BadRequest("a prompt is text or token ids", param="prompt") from None

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from neuron_di import LLM, SamplingParams
@@ -34,6 +35,21 @@ def test_threads_get_their_own_answers(llm: LLM) -> None:
     for thread in threads:
         thread.join(60)
     assert [together.get(index) for index in range(4)] == alone
+
+
+def test_ids_may_be_another_librarys(llama_folder: Path) -> None:
+    with LLM(str(llama_folder), threads=2, tp=2, num_blocks=64) as llm:  # told to another process
+        (expected,) = llm.generate([[1, 2, 3]], GREEDY)
+        for prompts in (np.array([1, 2, 3]), np.array([[1, 2, 3]]), [np.int64(1), 2, 3]):
+            (answer,) = llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+            assert (answer.prompt_ids, answer.token_ids) == ([1, 2, 3], expected.token_ids)
+            assert {type(token_id) for token_id in answer.prompt_ids} == {int}
+
+
+@pytest.mark.parametrize("prompts", [[[1.5]], [["a"]], [None], [5, "a"]])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: list[object]) -> None:
+    with pytest.raises(BadRequest, match="a prompt is text or token ids"):
+        llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
 
 
 def test_a_pool_too_small_for_all_changes_no_answer(llama_folder: Path, llm: LLM) -> None:
