@@ -29,6 +29,7 @@ from neuron_di.backends.neuron_artifact import (
 )
 from neuron_di.backends.neuron_nxdi import compile_model, neuron_config_of
 from neuron_di.errors import ConfigError
+from neuron_di.models import ModelSpec, require_implied
 
 # Where the compiler works; its default is one folder for all compiles of a host.
 _WORK_VARIABLE = "BASE_COMPILE_WORK_DIR"
@@ -48,7 +49,8 @@ class Compiled:
 def compile_artifact(manifest: Manifest, model_folder: Path, root: Path, tell: Tell) -> Compiled:
     """Make sure that the artifact is in `root`. Blocks, for minutes where it must be compiled.
 
-    ConfigError where it cannot be, or somebody else is at it; nothing half-made is left then.
+    CheckpointError where the weights are not what config.json says; ConfigError where it cannot
+    be, or somebody else is at it. Nothing half-made is left then.
     """
     if is_artifact(root):
         raise ConfigError(
@@ -95,6 +97,7 @@ def _is_there(root: Path, manifest: Manifest, tell: Tell) -> bool:
 def _compile_into(folder: Path, manifest: Manifest, model_folder: Path) -> None:
     partial = folder.with_name(f"{manifest.key}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a compile that was cut off
+    require_implied(model_folder, ModelSpec.from_folder(model_folder))
     work = partial / "work"
     work.mkdir(parents=True)
     out = partial / "out"

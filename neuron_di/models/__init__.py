@@ -5,6 +5,7 @@ from neuron_di.models.checkpoint import (
     LoadProgress,
     checkpoint_digest,
     load_weights,
+    require_implied,
     resolve_checkpoint,
 )
 from neuron_di.models.rope import RopeSpec
@@ -29,5 +30,6 @@ __all__ = [
     "checkpoint_digest",
     "load_weights",
     "require_divisible",
+    "require_implied",
     "resolve_checkpoint",
 ]

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,36 +129,31 @@ def load_weights(
     a head is stored that is not the embedding that it is said to be, or a part of the decoder that
     nothing reads.
     """
-    if spec.has_tied_embeddings and (shard is None or shard.rank == 0):
-        _require_tied(folder)
+    if shard is None or shard.rank == 0:
+        require_implied(folder, spec)
     weights = ModelWeights.allocate(spec, getattr(torch, dtype), device)
     targets = dict(weights.stored_tensors(spec))
-    known = frozenset(targets)
     bytes_total = sum(target.nbytes for target in targets.values())
     bytes_done = 0
     for file_name in weight_files(folder):
         path = folder / file_name
-        try:
-            with safe_open(path, framework="pt") as stored:
-                _require_known(path, set(stored.keys()) - known)
-                for name in sorted(targets.keys() & set(stored.keys())):
-                    target = targets.pop(name)
-                    part = None if shard is None else shard.part_of(name)
-                    view = stored.get_slice(name)
-                    expected = _stored_shape(target, part)
-                    _check_tensor(path, name, view.get_shape(), view.get_dtype(), expected)
-                    if part is None:
-                        target.copy_(stored.get_tensor(name))
-                    elif part.dim == 0:
-                        target.copy_(view[part.own.start : part.own.stop])
-                    else:
-                        target.copy_(view[:, part.own.start : part.own.stop])
-                    _check_range(path, name, target, view.get_dtype())
-                    bytes_done += target.nbytes
-                    if on_progress is not None:
-                        on_progress(bytes_done, bytes_total)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is damaged or cannot be read: {error}") from error
+        with _told_as_damage(path), safe_open(path, framework="pt") as stored:
+            for name in sorted(targets.keys() & set(stored.keys())):
+                target = targets.pop(name)
+                part = None if shard is None else shard.part_of(name)
+                view = stored.get_slice(name)
+                expected = _stored_shape(target, part)
+                _check_tensor(path, name, view.get_shape(), view.get_dtype(), expected)
+                if part is None:
+                    target.copy_(stored.get_tensor(name))
+                elif part.dim == 0:
+                    target.copy_(view[part.own.start : part.own.stop])
+                else:
+                    target.copy_(view[:, part.own.start : part.own.stop])
+                _check_range(path, name, target, view.get_dtype())
+                bytes_done += target.nbytes
+                if on_progress is not None:
+                    on_progress(bytes_done, bytes_total)
     if targets:
         names = sorted(targets)
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -168,17 +163,38 @@ def load_weights(
     return weights
 
 
+def require_implied(folder: Path, spec: ModelSpec) -> None:
+    """Refuse weights of which config.json says something else, for whoever loads them by whatever
+    means. CheckpointError where a part of the decoder is stored that nothing would read, or a head
+    that is not the embedding that it is said to be."""
+    weights = ModelWeights.allocate(spec, torch.float32, "meta")
+    known = {name for name, _ in weights.stored_tensors(spec)}
+    for file_name in weight_files(folder):
+        path = folder / file_name
+        with _told_as_damage(path), safe_open(path, framework="pt") as stored:
+            _require_known(path, set(stored.keys()) - known)
+    if spec.has_tied_embeddings:
+        _require_tied(folder)
+
+
+@contextlib.contextmanager
+def _told_as_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or cannot be read: {error}") from error
+
+
 def _require_tied(folder: Path) -> None:
     """Refuse a head of its own where config.json says that there is none: who is right?"""
     found: dict[str, Any] = {}  # slices, which read what is asked for
     with contextlib.ExitStack() as stack:
         for file_name in weight_files(folder):
-            try:
-                stored = stack.enter_context(safe_open(folder / file_name, framework="pt"))
+            path = folder / file_name
+            with _told_as_damage(path):
+                stored = stack.enter_context(safe_open(path, framework="pt"))
                 names = {_HEAD, _EMBEDDING} & set(stored.keys())
                 found |= {name: stored.get_slice(name) for name in names}
-            except (SafetensorError, OSError):
-                return  # whoever reads it all says so
         if len(found) < 2:
             return
         head, embedding = found[_HEAD], found[_EMBEDDING]

@@ -2,17 +2,20 @@
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from neuron_backend_kit import compiled, engine_options, manifest_for, simulated
+from safetensors.torch import load_file, save_file
 
 from neuron_di.backends import neuron_compile
 from neuron_di.backends.neuron_artifact import MANIFEST, NEURON_CONFIG
 from neuron_di.backends.neuron_compile import Compiled, compile_artifact, num_bytes_in
 from neuron_di.config import EngineOptions
-from neuron_di.errors import ConfigError
+from neuron_di.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +76,19 @@ def test_each_configuration_has_its_own(llama_folder: Path, root: Path, compiler
         for fields in ({}, {"tp": 2}, {"decode_batch": 2}, {"dtype": "auto"})
     }
     assert len(folders) == len(compiler.work_folders) == len(set(compiler.work_folders)) == 4
+
+
+def test_weights_that_would_be_left_out_are_named_before(
+    llama_folder: Path, root: Path, options: EngineOptions, compiler: Compiler, tmp_path: Path
+) -> None:
+    model = shutil.copytree(llama_folder, tmp_path / "model")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {name: torch.ones(128)}, model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} is stored, but config.json implies none"):
+        compiled(model, options)
+    assert compiler.work_folders == []
+    assert names(root) == [f"{manifest_for(model, options).key}.lock"]
 
 
 def test_it_appears_whole_or_not_at_all(
