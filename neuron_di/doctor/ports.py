@@ -55,11 +55,12 @@ def _wanted(options: DoctorOptions) -> dict[tuple[str, int], str]:
 def _own(options: DoctorOptions) -> list[tuple[tuple[str, int], str]]:
     """Of one process: the address, and what for."""
     transfer = options.kv_transfer
+    data_host = transfer.transfer_host or options.host
     return [
         ((options.host, options.port), "--port"),
         ((options.host, options.signal_port), "--signal-port"),
-        ((transfer.transfer_host or options.host, transfer.transfer_port), "--transfer-port"),
-        ((options.host, transfer.nrt_control_port), "--nrt-control-port"),
+        ((data_host, transfer.transfer_port), "--transfer-port"),
+        ((data_host, transfer.nrt_control_port), "--nrt-control-port"),
     ]
 
 

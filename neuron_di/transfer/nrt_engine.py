@@ -29,6 +29,7 @@ from neuron_di.errors import (
 )
 from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvPool, Memory
 from neuron_di.obs import get_logger
+from neuron_di.transfer.data_address import data_address
 from neuron_di.transfer.nrt_connections import PROBE_BYTES, Connections
 from neuron_di.transfer.nrt_cores import neuron_pool, open_driver
 from neuron_di.transfer.nrt_exchange import NrtTimes
@@ -91,8 +92,7 @@ class NrtEngine:
     ) -> None:
         self._pool = neuron_pool(pool)
         self._options = options or TransferOptions()
-        self._host = self._options.transfer_host or host
-        self._announced_host = announced_host or self._host
+        self._host, self._announced_host = data_address(self._options, host, announced_host)
         self._why_refused = why_refused
         self._times = times or NrtTimes()
         self._tls = open_tls(self._options)

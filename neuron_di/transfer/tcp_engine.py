@@ -21,6 +21,7 @@ from neuron_di.config import TransferOptions
 from neuron_di.errors import NeuronDiError, PeerGone, PeerRefused, PeerTimeout
 from neuron_di.kv import KvLayout, KvPool, Memory
 from neuron_di.obs import LimitedLogger
+from neuron_di.transfer.data_address import data_address
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.tcp_claims import ClaimWatch
 from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove
@@ -69,8 +70,8 @@ class TcpEngine:
     """Owns a port, once a decode worker was accepted, and the connections to its peers.
 
     `host` is where it listens unless the options say another address; `announced_host`, an IP
-    address, where its peers find it. `why_refused` says of an address why nobody connects there.
-    ConfigError where the options' certificates do not serve.
+    address, where its peers find it then. `why_refused` says of an address why nobody connects
+    there. ConfigError where the options' host is none, or their certificates do not serve.
     """
 
     name = "tcp"
@@ -87,8 +88,7 @@ class TcpEngine:
         times: TcpTimes | None = None,
     ) -> None:
         self._options = options or TransferOptions()
-        self._host = self._options.transfer_host or host
-        self._announced_host = announced_host or self._host
+        self._host, self._announced_host = data_address(self._options, host, announced_host)
         self._why_refused = why_refused
         self._times = times or TcpTimes()
         self._tls = open_tls(self._options)

@@ -102,7 +102,6 @@ class TcpListener:
         self._unproved: OrderedDict[Arrival, None] = OrderedDict()
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
-        host = "127.0.0.1" if host == "localhost" else host
         try:
             is_v6 = ipaddress.ip_address(host).version == 6
             family = socket.AF_INET6 if is_v6 else socket.AF_INET

@@ -117,14 +117,16 @@ def _pin(core: int, count: int) -> None:
 
 
 def _given_ports(options: WorkerOptions) -> list[tuple[str, int]]:
-    """Where it must listen sooner or later. Any free port will be there."""
-    ports = [(options.host, options.port)]
+    """Where it must listen sooner or later. Any free port of --host will be there."""
+    host = options.host
+    ports = [(host, options.port)]
     if options.role == "prefill":
         transfer = options.kv_transfer
-        ports.append((options.host, options.signal_port))
-        ports.append((transfer.transfer_host or options.host, transfer.transfer_port))
-        ports.append((options.host, transfer.nrt_control_port))
-    return [(host, port) for host, port in ports if port]
+        data_host = transfer.transfer_host or host
+        ports.append((host, options.signal_port))
+        ports.append((data_host, transfer.transfer_port))
+        ports.append((data_host, transfer.nrt_control_port))
+    return [(at, port) for at, port in ports if port or at != host]
 
 
 async def _serve(options: WorkerOptions, model: LoadedModel, sock: socket.socket) -> bool:

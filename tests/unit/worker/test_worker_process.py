@@ -60,6 +60,13 @@ def test_a_port_that_is_needed_later_is_tried_at_the_start(tmp_path, field):
             run_worker(WorkerOptions(model=none, role="decode", kv_transfer=transfer))
 
 
+def test_an_address_for_kv_that_is_not_this_machines_is_said_at_the_start(tmp_path):
+    transfer = TransferOptions(transfer_host="192.0.2.77")
+    none = str(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.77"):
+        run_worker(WorkerOptions(model=none, role="prefill", kv_transfer=transfer))
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_on_loopback_a_worker_just_starts(tmp_path, host):
     with pytest.raises(CheckpointError):
