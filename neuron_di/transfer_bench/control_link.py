@@ -61,7 +61,7 @@ class ControlLink:
         """Measuring end: connect. PeerGone, PeerTimeout, or PeerRefused without the right key."""
         try:
             sock = socket.create_connection((host, port), HELLO_TIMEOUT_S)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # idna refuses some names
             raise PeerGone(f"nothing serves bench-transfer at {host}:{port}: {error}") from None
         return _hello(sock, lambda deadline: _ask(sock, key, deadline))
 

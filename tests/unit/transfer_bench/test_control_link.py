@@ -181,3 +181,8 @@ def send_on(link):
     """Until the kernel has noticed."""
     for _ in range(1000):
         link.send(Closed())
+
+
+def test_a_name_that_no_host_can_have_is_said():
+    with pytest.raises(PeerGone, match="nothing serves"):
+        ControlLink.ask("a" * 70 + ".b", 9, KEY)
