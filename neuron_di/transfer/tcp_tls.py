@@ -41,7 +41,8 @@ def open_tls(options: TransferOptions) -> Tls | None:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.check_hostname = False
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_cert_chain(cert, key)
+            # An empty password: a key that is encrypted must fail here, not ask at a terminal.
+            context.load_cert_chain(cert, key, password="")
             context.load_verify_locations(ca)
             contexts.append(context)
         server, client = contexts
@@ -51,7 +52,8 @@ def open_tls(options: TransferOptions) -> Tls | None:
         digest = digest_of(ssl.PEM_cert_to_DER_cert(own))
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigError(
-            f"the files of --transfer-tls-cert, -key and -ca do not serve: {error}",
+            f"the files of --transfer-tls-cert, -key and -ca do not serve: {error}. All are PEM "
+            "files, and the key is the certificate's, without a password",
             param="transfer_tls_cert",
         ) from None
     return Tls(server, client, digest)

@@ -1,9 +1,12 @@
 """TLS on the data connections."""
 
 import contextlib
+import os
+import pty
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -50,6 +53,29 @@ def certificates(tmp_path_factory) -> Certificates:
         }
 
     return options
+
+
+def test_a_key_with_a_password_is_refused_and_not_asked_for(certificates, tmp_path):
+    files = certificates("one")
+    key = files["transfer_tls_key"]
+    files["transfer_tls_key"] = str(tmp_path / "encrypted.key")
+    command = ["openssl", "ec", "-in", key, "-aes256", "-passout", "pass:secret", "-out"]
+    subprocess.run([*command, files["transfer_tls_key"]], check=True, capture_output=True)
+    program = (
+        "from neuron_di.config import TransferOptions\n"
+        "from neuron_di.transfer.tcp_tls import open_tls\n"
+        f"open_tls(TransferOptions(**{files!r}))\n"
+    )
+    child, terminal = pty.fork()
+    if not child:
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    says = b""
+    screen = os.fdopen(terminal, "rb", buffering=0)
+    with screen, contextlib.suppress(OSError):  # of a terminal that nobody has open any more
+        while b"pass phrase" not in says and (some := screen.read(4096)):
+            says += some
+    os.waitpid(child, 0)
+    assert b"without a password" in says, says.decode()
 
 
 @pytest.mark.parametrize("streams", [1, 3])
