@@ -41,7 +41,7 @@ class _Stream:
     """What of a request was computed, and announced."""
 
     # The engine's thread owns these: tokens of the chunks that were watched, and whether the pieces
-    # would be too small.
+    # would be too small, or too many.
     num_tokens: int = 0
     goes_whole: bool = False
     reader: Identity | None = None
@@ -107,8 +107,7 @@ class LayerSender:
         stream = self._streams.get(key)
         if stream is None or chunk.start != stream.num_tokens or not pool.streams_layers:
             return None
-        piece_bytes = (chunk.end - chunk.start) * self._token_bytes
-        if not chunk.start and piece_bytes < self._piece_bytes_min:
+        if not chunk.start and not self._pays(chunk):
             stream.goes_whole = True
         if stream.goes_whole:
             return None
@@ -136,6 +135,14 @@ class LayerSender:
             self._loop.call_soon_threadsafe(self._announce, key, stream, piece)
 
         return after_layer
+
+    def _pays(self, first: PrefillChunk) -> bool:
+        """Whether the pieces of a prompt that is cut like this are large enough, and not too many:
+        where one may not be announced, all others come in vain."""
+        num_tokens, layout = first.request.num_prefilled, self._layout
+        num_chunks = -(-num_tokens // first.end)
+        num_pieces = layout.num_layers * min(num_chunks, layout.num_blocks_for(num_tokens))
+        return first.end * self._token_bytes >= self._piece_bytes_min and num_pieces <= PIECES_MAX
 
     def pull(self, reader: Identity, peer: Peer, message: PullLayer) -> bool:
         """Let the reader have a piece. False: the request is over, or it was sent already.

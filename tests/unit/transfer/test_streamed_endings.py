@@ -1,9 +1,10 @@
 """KV that came layer by layer, and what brings it to its place fails: the request hears of it."""
 
 import pytest
-from test_layer_streaming import OWN, Scene
-from transfer_kit import until
+from test_layer_streaming import LAYERS, OWN, Scene
+from transfer_kit import R, until
 
+from neuron_di.transfer import layer_sender
 from neuron_di.transfer.tcp_engine import TcpEngine
 
 
@@ -22,3 +23,18 @@ async def test_a_failure_that_is_not_ours_ends_the_receive(cluster, stream_layer
     await until(token.is_done)
     assert token.error() is not None
     await until(lambda: scene.decode.connector.landing.num_bytes_asked == 0)
+
+
+@pytest.mark.parametrize(("pieces_max", "num_sent"), [(3 * LAYERS, 3 * LAYERS), (8, 0)])
+async def test_no_layer_comes_in_vain_where_there_are_too_many(
+    cluster, monkeypatch, pieces_max, num_sent
+):
+    monkeypatch.setattr(layer_sender, "PIECES_MAX", pieces_max)
+    scene = Scene(cluster, TcpEngine)
+    asking = await scene.look_up()
+    stream = scene.prefill.buffer.layers._streams[R, 0]
+    await scene.compute_all()  # in three chunks
+    assert len(stream.pieces) == num_sent
+    scene.park()
+    token = await scene.pull(asking)
+    assert token.form == ("streamed" if num_sent else "direct")
