@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from neuron_di.clock import Deadline, sleep_s
 from neuron_di.errors import ConfigError, PeerGone
-from neuron_di.obs import get_logger
+from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.transfer.tcp_proof import Hello, answer
 from neuron_di.transfer.tcp_stream import shut_socket, tune
 from neuron_di.transfer.tcp_tls import Tls
@@ -102,6 +102,7 @@ class TcpListener:
         self._unproved: OrderedDict[Arrival, None] = OrderedDict()
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
+        self._failures = LimitedLogger(__name__)  # the accepting thread's
         try:
             is_v6 = ipaddress.ip_address(host).version == 6
             family = socket.AF_INET6 if is_v6 else socket.AF_INET
@@ -142,7 +143,7 @@ class TcpListener:
             except OSError as error:
                 if self._is_closed:
                     return
-                _log.warning("data_port_cannot_accept", reason=str(error))
+                self._failures.warning("data_port_cannot_accept", reason=str(error))
                 sleep_s(_NO_DESCRIPTOR_PAUSE_S)
                 continue
             arrival = Arrival(sock, source_of(address[0]), self._forget)

@@ -1,5 +1,6 @@
 """Who gets in at the data port while strangers crowd it, and who may use which secret."""
 
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -8,10 +9,11 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 from tcp_kit import DECODE, LAYOUT, PREFILL, WAIT_S, is_closed, tcp_pair
 
-from neuron_di.clock import Deadline
+from neuron_di.clock import Deadline, sleep_s
 from neuron_di.config import TransferOptions
 from neuron_di.errors import PeerRefused
 from neuron_di.kv import KvPool
+from neuron_di.obs.limited_logger import LINES_MAX
 from neuron_di.transfer import tcp_listener
 from neuron_di.transfer.tcp_engine import TcpEngine
 from neuron_di.transfer.tcp_listener import UNPROVED_MAX, Arrival, TcpListener, source_of
@@ -169,3 +171,19 @@ def test_a_worker_in_both_roles_cannot_pose_as_another():
         regions += [pair.prefill.local_region(peer) for peer in (DECODE, both)]
         assert len({region.secret for region in regions}) == 4
         assert pair.moves()
+
+
+def test_without_descriptors_the_log_is_not_filled(monkeypatch, caplog):
+    monkeypatch.setattr(tcp_listener, "_NO_DESCRIPTOR_PAUSE_S", 0.001)
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with listening() as listener, socket.socket() as waits:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (waits.fileno(), most))
+        try:
+            waits.connect(("127.0.0.1", listener.port))
+            while not caplog.records:
+                sleep_s(0.01)
+            sleep_s(0.3)  # in which it tries again some hundred times
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+        assert says(waits, ASKED)
+    assert len(caplog.records) <= 2 * LINES_MAX
