@@ -216,7 +216,7 @@ class RecvBuffer:
 
     def _on_connected(self) -> None:
         receiver = self._receiver = KvReceiver(self._local, self._pool, self._link)
-        if streams_over(receiver.lane, self._limits):
+        if streams_over(receiver.lane, self._limits) and self._landing.num_bytes_open:
             self._layers = LayerReceiver(
                 receiver, self._landing, self._limits, self._counters, self._link
             )

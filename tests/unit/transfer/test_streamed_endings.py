@@ -4,6 +4,7 @@ import pytest
 from test_layer_streaming import LAYERS, OWN, Scene
 from transfer_kit import R, until
 
+from neuron_di.errors import ConfigError
 from neuron_di.transfer import layer_sender
 from neuron_di.transfer.tcp_engine import TcpEngine
 
@@ -38,3 +39,22 @@ async def test_no_layer_comes_in_vain_where_there_are_too_many(
     scene.park()
     token = await scene.pull(asking)
     assert token.form == ("streamed" if num_sent else "direct")
+
+
+class NoMoreMemory(TcpEngine):
+    """As over NIXL, where the system locks no more pages."""
+
+    def register(self, memory):
+        super().register(memory)
+        raise ConfigError("cannot register it")
+
+
+async def test_where_landing_memory_cannot_be_registered_no_layer_is_asked_for(cluster):
+    scene = Scene(cluster, NoMoreMemory)
+    asking = await scene.look_up()
+    await scene.compute_all()
+    assert not scene.prefill.buffer.layers._streams
+    scene.park()
+    own = scene.decode.buffer(scene.prefill).pull(await asking, OWN)
+    await until(own.is_done)
+    assert (own.error(), own.form) == (None, "direct")
