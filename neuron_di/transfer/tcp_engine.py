@@ -42,7 +42,7 @@ _SECRET_BYTES = 32
 class TcpTimes:
     """How long an engine waits, in seconds."""
 
-    proof_s: float = 5.0  # for a connection and its proof
+    proof_s: float = 5.0  # for each connection and its proof
     silence_s: float = 5.0  # for the next byte of what is on its way
     unclaimed_s: float = 30.0  # for a posted send to be asked for
     send_s: float = MOVING_S_MAX  # for all of a posted send to be read, whoever reads it
@@ -132,7 +132,6 @@ class TcpEngine:
         if reason := self._why_refused(region.host, region.port):
             raise PeerRefused(f"its data port is where nobody connects: {reason}")
         num_streams = min(self._options.transfer_streams, region.num_streams)
-        deadline = Deadline.after(self._times.proof_s)
         attempt = next(self._attempts)
         streams: list[Stream] = []
         try:
@@ -144,7 +143,7 @@ class TcpEngine:
                     decode=self._incarnation,
                     prefill=peer,
                 )
-                stream, pool_bytes = self._dial(region, hello, deadline)
+                stream, pool_bytes = self._dial(region, hello)
                 streams.append(stream)
             if pool_bytes % layout.block_bytes:
                 raise PeerRefused("its pool is not one of blocks of this layout")
@@ -155,7 +154,10 @@ class TcpEngine:
         receiver = TcpReceiver(peer, streams, self._own, pool_bytes, self._token_thread)
         self._adopt(peer, _Connected(receiver, layout.block_bytes, attempt))
 
-    def _dial(self, region: TcpRegion, hello: Hello, deadline: Deadline) -> tuple[Stream, int]:
+    def _dial(self, region: TcpRegion, hello: Hello) -> tuple[Stream, int]:
+        # Each has its time: many to a host that is far away take longer, and it is there, as the
+        # first one shows.
+        deadline = Deadline.after(self._times.proof_s)
         sock: socket.socket | None = None
         try:
             left_s = max(deadline.remaining_s(), 1e-3)
