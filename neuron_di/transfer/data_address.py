@@ -16,13 +16,23 @@ from neuron_di.errors import ConfigError
 def data_address(
     options: TransferOptions, host: str, announced_host: str | None = None
 ) -> tuple[str, str]:
-    """(The address to listen on, the one to tell). ConfigError for a name that means nothing here.
+    """(The address to listen on, the one to tell). ConfigError for a name that means nothing here,
+    and where nobody who was told would get in.
 
     `host` is where the worker listens, `announced_host` what others reach it by.
     """
     listens = _address_of(options.transfer_host or host)
-    if options.transfer_host is None or ipaddress.ip_address(listens).is_unspecified:
+    if options.transfer_host is None:
         return listens, announced_host or listens
+    if ipaddress.ip_address(listens).is_unspecified:
+        told = announced_host or _address_of(host)
+        if (":" in told) != (":" in listens):
+            raise ConfigError(
+                f"--transfer-host {listens} takes no connections to {told}, which this worker "
+                "announces: give an address, or all of the same kind",
+                param="transfer_host",
+            )
+        return listens, told
     if announced_host is not None and listens == _address_of(host):
         return listens, announced_host  # behind a translation of addresses that is another one
     return listens, listens

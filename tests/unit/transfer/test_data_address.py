@@ -52,3 +52,9 @@ def test_what_others_reach_stays_what_was_announced_of_the_same_address():
 def test_a_name_that_means_nothing_is_said(name):
     with pytest.raises(ConfigError, match="no address, and no name of one"):
         data_address(TransferOptions(), name)
+
+
+@pytest.mark.parametrize(("listens", "host"), [("::", "127.0.0.1"), ("0.0.0.0", "::1")])
+def test_all_addresses_of_another_kind_than_what_is_told_are_refused(listens, host):
+    with pytest.raises(ConfigError, match=f"no connections to {host}"):
+        data_address(TransferOptions(transfer_host=listens), host, host)
