@@ -8,6 +8,7 @@ Next: neuron_di/transfer/nrt_frames.py
 
 import select
 import socket
+import ssl
 from dataclasses import dataclass
 
 from neuron_di.clock import Deadline
@@ -112,6 +113,9 @@ def why_not(error: BaseException) -> BaseException:
             return error
         case TimeoutError():
             return PeerTimeout("its control connection does not answer")
+        case ssl.SSLError():
+            words = error.strerror or error
+            return PeerGone(f"TLS with its control port failed ({words}); its log may say more")
         case OSError() | ValueError():  # ValueError: it was closed meanwhile
             return PeerGone("its control connection ended or cannot be made")
         case _:

@@ -32,7 +32,7 @@ from neuron_di.transfer.nrt_link import ControlLink, dial_link, why_not
 from neuron_di.transfer.nrt_poster import Poster
 from neuron_di.transfer.nrt_receiver import NrtReceiver
 from neuron_di.transfer.nrt_sender import NrtSender
-from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove
+from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove, why_not_served
 from neuron_di.transfer.tcp_proof import Hello, pair_secret
 from neuron_di.transfer.tcp_stream import stream_of
 from neuron_di.transfer.tcp_tls import Tls
@@ -209,7 +209,7 @@ class NrtLinks:
             exchange = self._welcome(link, hello, guest)
         except (OSError, NeuronDiError) as error:
             with self._log_lock:
-                self._refusals.warning("control_connection_refused", reason=str(why_not(error)))
+                self._refusals.warning("control_connection_refused", reason=why_not_served(error))
             return
         exchange.read_on()
 

@@ -12,6 +12,7 @@ Next: neuron_di/transfer/tcp_receiver.py
 import itertools
 import secrets
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from neuron_di.obs import LimitedLogger
 from neuron_di.transfer.data_address import data_address
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.tcp_claims import ClaimWatch
-from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove
+from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove, why_not_served
 from neuron_di.transfer.tcp_proof import Hello, dial, pair_secret
 from neuron_di.transfer.tcp_receiver import TcpReceiver
 from neuron_di.transfer.tcp_sender import TcpSender
@@ -313,7 +314,7 @@ class TcpEngine:
                 raise PeerGone("a worker at the data port was disconnected")
         except (OSError, NeuronDiError) as error:
             with self._log_lock:  # of its own: the event loop waits for the other one
-                self._refusals.warning("data_connection_refused", reason=str(_why_not(error)))
+                self._refusals.warning("data_connection_refused", reason=why_not_served(error))
             return
         arrival.proved()
         stream = stream_of(arrival.sock, self._times.silence_s)
@@ -332,6 +333,9 @@ def _why_not(error: BaseException) -> BaseException:
             return error
         case TimeoutError():
             return PeerTimeout("its data port does not answer")
+        case ssl.SSLError():
+            words = error.strerror or error
+            return PeerGone(f"TLS with its data port failed ({words}); its log may say more")
         case OSError():
             return PeerGone(f"its data port cannot be reached: {error.strerror or error}")
         case _:

@@ -9,12 +9,13 @@ linger, or come in a flood, keep nobody out who speaks at once or comes from els
 import contextlib
 import ipaddress
 import socket
+import ssl
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from neuron_di.clock import Deadline, sleep_s
-from neuron_di.errors import ConfigError, PeerGone
+from neuron_di.errors import ConfigError, NeuronDiError, PeerGone
 from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.transfer.tcp_proof import Hello, answer
 from neuron_di.transfer.tcp_stream import shut_socket, tune
@@ -197,3 +198,16 @@ def source_of(address: str) -> str:
     """Who has one of these addresses has them all: a network of IPv6, an address of IPv4."""
     host = ipaddress.ip_address(address.partition("%")[0])
     return str(host) if host.version == 4 else host.packed[:8].hex()
+
+
+def why_not_served(error: OSError | NeuronDiError) -> str:
+    """What ended a connection that was not proved, in words for this end's log."""
+    match error:
+        case NeuronDiError():
+            return error.message
+        case TimeoutError():
+            return "it did not prove in time who it is"
+        case ssl.SSLError():
+            return f"TLS with it failed: {error.strerror or error}"
+        case _:
+            return f"it ended before it was proved: {error.strerror or error}"

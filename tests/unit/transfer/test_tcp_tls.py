@@ -111,6 +111,21 @@ def test_a_certificate_of_another_authority_is_refused(certificates, ca, trusted
         assert pair.moves()
 
 
+def test_what_is_wrong_with_tls_is_said_at_both_ends(certificates, caplog):
+    """The decode worker does not trust the prefill worker."""
+    options = TransferOptions(**certificates("one", "other"))
+    with (
+        tcp_pair(**certificates("one"), is_connected=False) as pair,
+        closing(KvPool.create(LAYOUT, 1, Incarnation("x"))) as pool,
+        closing(TcpEngine(pool, options)) as stranger,
+    ):
+        pair.prefill.accept(Incarnation("x"), stranger.local_region(PREFILL), LAYOUT)
+        with pytest.raises(PeerError, match=r"^TLS with its data port failed.*verify"):
+            stranger.connect(PREFILL, pair.prefill.local_region(Incarnation("x")), LAYOUT)
+    (refused,) = [r for r in caplog.records if r.message == "data_connection_refused"]
+    assert refused.event_fields["reason"].startswith("TLS with it failed")
+
+
 def test_one_end_with_tls_and_one_without_do_not_connect(certificates):
     with (
         tcp_pair(is_connected=False) as pair,
