@@ -99,6 +99,8 @@ def _with_addresses(options: WorkerOptions, sock: socket.socket) -> WorkerOption
         static_peer = as_announced(static_peer)
     return replace(
         options,
+        # A name may mean an IPv6 address to others who bind to it, which is not announced.
+        host=str(sock.getsockname()[0]),
         port=sock.getsockname()[1],
         announce_host=announced_host(options, sock),
         static_peer=static_peer,

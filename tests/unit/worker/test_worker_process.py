@@ -8,6 +8,7 @@ import pytest
 from neuron_di.config import EtcdOptions, HandOverOptions, TransferOptions, WorkerOptions
 from neuron_di.errors import CheckpointError, ConfigError, PeerTimeout
 from neuron_di.worker import process, run_worker
+from neuron_di.worker.server import bind
 
 
 def test_a_silence_shorter_than_two_heartbeats_is_refused(tmp_path):
@@ -71,6 +72,16 @@ def test_an_address_for_kv_that_is_not_this_machines_is_said_at_the_start(tmp_pa
 def test_on_loopback_a_worker_just_starts(tmp_path, host):
     with pytest.raises(CheckpointError):
         run_worker(WorkerOptions(model=str(tmp_path / "none"), role="decode", host=host))
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("localhost", "127.0.0.1"), ("0.0.0.0", "0.0.0.0"), ("::1", "::1")]
+)
+def test_all_of_a_worker_listens_where_its_name_led_first(host, address):
+    """Else its signal link may take the name's IPv6 address, where nobody is told to come."""
+    with bind(host, 0) as sock:
+        given = WorkerOptions(model="m", role="prefill", host=host)
+        assert process._with_addresses(given, sock).host == address
 
 
 @pytest.mark.parametrize(("ttl_s", "keep_s"), [(5.0, 30.0), (60.0, 180.0)])
