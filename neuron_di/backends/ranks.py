@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from neuron_di.backends.backend import OnLost
 from neuron_di.backends.rank_messages import (
@@ -34,7 +35,7 @@ _CAUSE_TIMEOUT_S = 1.0  # from a tensor that did not come to the end of the proc
 
 
 class Ranks:
-    """Ranks 1 and up. Start it on a thread that lives as long as they: they end with it."""
+    """Ranks 1 and up."""
 
     def __init__(self, starts: Sequence[Start], rendezvous_fd: int) -> None:
         self._lock = threading.Lock()
@@ -120,33 +121,35 @@ class Ranks:
 
 
 class _RankProcess:
-    """One rank. A thread hears what it says, and that it ended."""
+    """One rank. A thread starts it, hears what it says, and that it ended.
+
+    It ends with the thread that started it, which may not be one of a caller's: a script may load
+    its model on a thread that is over then.
+    """
 
     def __init__(self, start: Start, rendezvous_fd: int, on_end: Callable[[str], None]) -> None:
         self.rank = start.rank
         self._on_end = on_end
         self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._process: subprocess.Popen[bytes]
         ours, theirs = socket.socketpair()
-        with theirs:
-            fds = (theirs.fileno(), rendezvous_fd)
-            module = "neuron_di.backends.rank_main"
-            try:
-                self._process = subprocess.Popen(  # noqa: S603 - our own module
-                    [sys.executable, "-m", module, *map(str, fds)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,  # ours is for the launcher's ears
-                    env=child_environment(),
-                    pass_fds=fds,
-                    start_new_session=True,  # Ctrl-C is for the first rank
-                )
-            except OSError as error:
-                ours.close()
-                raise ConfigError(f"cannot start rank {self.rank}: {error}") from None
         self.channel = Channel(ours, send_timeout_s=_SEND_TIMEOUT_S)
+        started: Future[None] = Future()
         self._listener = threading.Thread(
-            target=self._listen, name=f"rank-{self.rank}", daemon=True
+            target=self._live,
+            args=((theirs.fileno(), rendezvous_fd), started),
+            name=f"rank-{self.rank}",
+            daemon=True,
         )
-        self._listener.start()
+        try:
+            with theirs:
+                self._listener.start()
+                started.result()
+        except BaseException as error:
+            self.channel.close()  # and the rank ends, if it was started
+            if isinstance(error, OSError | RuntimeError):  # RuntimeError: there are no more threads
+                raise ConfigError(f"cannot start rank {self.rank}: {error}") from None
+            raise
         with contextlib.suppress(OSError):  # then the listener finds why
             self.channel.send(start)
 
@@ -169,6 +172,22 @@ class _RankProcess:
         self._process.wait()
         self._listener.join()
         self.channel.close()
+
+    def _live(self, fds: tuple[int, int], started: "Future[None]") -> None:
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-m", "neuron_di.backends.rank_main", *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # ours is for the launcher's ears
+                env=child_environment(),
+                pass_fds=fds,
+                start_new_session=True,  # Ctrl-C is for the first rank
+            )
+        except BaseException as error:  # whoever waits for it must hear of it
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        self._listen()
 
     def _listen(self) -> None:
         reason = ""

@@ -11,7 +11,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Get SIGTERM when the parent ends, however it ends: no worker outlives its launcher."""
+    """Get SIGTERM when the parent ends, however it ends: no worker outlives its launcher.
+
+    Linux counts the parent's thread that started this process: it is to live as long as the parent.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -1,11 +1,13 @@
 """A backend of several processes: the same answers, and the same end, whatever happens to one."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -303,6 +305,18 @@ def test_ranks_end_with_the_process_that_started_them(llama_folder: Path) -> Non
         assert not is_gone(pids[0])
         parent.kill()
     wait_gone(pids)
+
+
+def test_ranks_go_on_when_the_thread_that_loaded_them_is_over(llama_folder: Path) -> None:
+    """A script may load its model on one thread, and ask it on another."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as loader:
+        backend = loader.submit(stack.enter_context, ranks(llama_folder)).result()
+        loader.shutdown()
+        for _ in range(2):  # an end that was on its way has come by the second
+            request = make_request(random_prompt(20), BLOCKS)
+            generate(backend, request, 3)
+            sleep_s(0.2)
+        assert not any(is_gone(pid) for pid in backend.rank_pids)
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_process(tmp_path: Path) -> None:
