@@ -1,5 +1,6 @@
 """What computes on the host: compiled kernels, instruction sets, torch."""
 
+import ctypes
 from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
@@ -23,6 +24,8 @@ _COMPILED = {
     "neuron_di_proxy._json_members": "the proxy reads long prompts more slowly",
     "neuron_di_proxy._token_lane": "every token goes through Python in the proxy",
 }
+# The bindings go on without a module that does not load, a proxy does not.
+_PROXY, _NO_PROXY = "neuron_di_proxy.", "no proxy starts"
 
 
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
@@ -55,34 +58,51 @@ def _kernels() -> Finding:
 
 
 def _compiled() -> Finding:
-    missing = [name for name in _COMPILED if not _is_built(name)]
-    if missing:
-        effects = "; ".join(_COMPILED[name] for name in missing)
+    paths = {name: _file_of(name) for name in _COMPILED}
+    missing = [name for name, path in paths.items() if path is None]
+    faults = {name: _fault_of(path) for name, path in paths.items() if path is not None}
+    broken = [name for name, fault in faults.items() if fault]
+    facts = {"missing": missing, "broken": broken}
+    if not missing and not broken:
         return Finding(
             check="cpu.compiled",
-            grade=Grade.WARNING,
-            says=f"not compiled: {', '.join(missing)}; so {effects}",
-            mend=BUILD,
-            facts={"missing": missing},
+            grade=Grade.OK,
+            says=f"all {len(_COMPILED)} other compiled modules load",
+            facts=facts,
         )
+    is_fatal = any(name.startswith(_PROXY) for name in broken)
+    effects = [_NO_PROXY] if is_fatal else []
+    effects += [_COMPILED[name] for name in missing]
+    effects += [_COMPILED[name] for name in broken if not name.startswith(_PROXY)]
+    words = [f"not compiled: {', '.join(missing)}"] if missing else []
+    words += [f"does not load: {name} ({faults[name][:100]})" for name in broken]
     return Finding(
         check="cpu.compiled",
-        grade=Grade.OK,
-        says=f"all {len(_COMPILED)} other compiled modules are there",
-        facts={"missing": []},
+        grade=Grade.FAILED if is_fatal else Grade.WARNING,
+        says=f"{'; '.join(words)}; so {'; '.join(effects)}",
+        mend=BUILD,
+        facts=facts,
     )
 
 
-def _is_built(name: str) -> bool:
-    """Whether there is a file of it for this interpreter. One of them Python cannot import."""
+def _file_of(name: str) -> Path | None:
+    """A compiled module's file for this interpreter. One of them Python cannot import."""
     package, _, module = name.rpartition(".")
     spec = find_spec(package)
     folders = [] if spec is None else spec.submodule_search_locations or []
-    return any(
-        (Path(folder) / f"{module}{suffix}").is_file()
-        for folder in folders
-        for suffix in EXTENSION_SUFFIXES
+    paths = (
+        Path(folder) / f"{module}{suffix}" for folder in folders for suffix in EXTENSION_SUFFIXES
     )
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _fault_of(path: Path) -> str:
+    """Why it does not load, as where it was built with a newer C library. Empty: it does."""
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return str(error).removeprefix(f"{path}: ")
+    return ""
 
 
 def _torch(machine: Machine, options: DoctorOptions) -> Finding:

@@ -1,10 +1,14 @@
 """What is said of what computes on the host."""
 
+import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import neuron_di_bindings
+import neuron_di_proxy
 from neuron_di.doctor.cpu import check
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.machine import Machine
@@ -20,7 +24,7 @@ def by_name(machine: Machine | None = None, device: str = "auto") -> dict[str, F
 def test_all_that_was_built_loads() -> None:
     findings = by_name()
     assert findings["cpu.kernels"].facts["instruction_sets"] == list(cpu_kernels.load().isas)
-    assert findings["cpu.compiled"].facts == {"missing": []}
+    assert findings["cpu.compiled"].facts == {"missing": [], "broken": []}
     assert findings["cpu.torch"].grade is Grade.OK
 
 
@@ -30,6 +34,35 @@ def test_what_was_not_built_is_told_with_its_effect(monkeypatch: pytest.MonkeyPa
     assert compiled.grade is Grade.WARNING
     assert "KV is copied by numpy" in compiled.says
     assert "neuron_di_proxy._token_lane" in compiled.says
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "grade", "effect"),
+    [
+        (neuron_di_bindings, "_kv_copy", Grade.WARNING, "KV is copied by numpy"),
+        (neuron_di_proxy, "_token_lane", Grade.FAILED, "no proxy starts"),
+    ],
+)
+def test_what_was_built_for_another_machine_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    package: ModuleType,
+    module: str,
+    grade: Grade,
+    effect: str,
+) -> None:
+    """It is there, and the loader refuses it."""
+    for path in Path(str(package.__file__)).parent.glob("*.so"):
+        shutil.copy(path, tmp_path)
+    assert package.__spec__ is not None
+    monkeypatch.setattr(package.__spec__, "submodule_search_locations", [str(tmp_path)])
+    (file,) = tmp_path.glob(f"{module}*")
+    file.write_bytes(b"of another machine")
+    compiled = by_name()["cpu.compiled"]
+    assert compiled.grade is grade
+    words = f"does not load: {package.__name__}.{module} (file too short); so {effect}"
+    assert compiled.says == words
+    assert compiled.facts["broken"] == [f"{package.__name__}.{module}"]
 
 
 def test_kernels_that_are_not_there_are_told(
