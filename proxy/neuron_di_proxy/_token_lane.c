@@ -7,7 +7,7 @@
  * calls close() when it is lost, which is before its transport gives the number back.
  *
  * Promise: bytes keep their order. While bytes of this client may wait in its transport
- * (`is_blocked`), all that follow go there, too.
+ * (`is_blocked`), all that follow go there, too. Nothing follows a piece that was cut off.
  *
  * Every call that may run Python is marked so: after it, lanes and outlets may be closed. Whatever
  * makes a Python object may run a finalizer, too; nothing borrowed is held across it. The GIL
@@ -37,7 +37,7 @@ _Static_assert(sizeof(size_t) == 8, "a text's escaped size is added up without a
 /* Attributes' names. Strings made anew at each use would fill Python's cache of attributes. */
 static PyObject *name_write, *name_get_write_buffer_size, *name_first_token_s, *name_last_token_s;
 static PyObject *name_bounds, *name_counts, *name_sums;
-static PyObject *name_hear_told, *name_frames_came, *name_is_closing;
+static PyObject *name_hear_told, *name_frames_came, *name_is_closing, *name_abort;
 
 /* Outlet: a connection's way out. */
 
@@ -124,6 +124,32 @@ static int outlet_hand_over(Outlet *self, PyObject *bytes)
     return done == NULL ? -1 : 0;
 }
 
+/* Ends a connection whose client has some bytes of a piece and will not get the others: what else
+ * it is sent it would take for them. The exception that there is stays. Runs Python. */
+static void outlet_break(Outlet *self)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyObject *transport = Py_XNewRef(self->transport);
+    outlet_forget(self);
+    if (transport != NULL) {
+        Py_XDECREF(PyObject_CallMethodNoArgs(transport, name_abort));
+        Py_DECREF(transport);
+    }
+    PyErr_Restore(type, error, traceback); /* and drops what there was of the call */
+}
+
+/* Gives what the socket did not take to the transport. Runs Python. */
+static int outlet_hand_over_rest(Outlet *self, const char *data, Py_ssize_t size)
+{
+    PyObject *rest = PyBytes_FromStringAndSize(data, size);
+    int rc = rest == NULL ? -1 : outlet_hand_over(self, rest);
+    Py_XDECREF(rest);
+    if (rc < 0)
+        outlet_break(self);
+    return rc;
+}
+
 /* Writes directly, to an outlet that was just found free. What the socket does not take goes to
  * the transport. May run Python. */
 static int outlet_write_directly(Outlet *self, const char *data, Py_ssize_t size)
@@ -132,12 +158,7 @@ static int outlet_write_directly(Outlet *self, const char *data, Py_ssize_t size
     Py_ssize_t num_sent = outlet_send(self, data, size);
     if (num_sent == size)
         return 0;
-    PyObject *rest = PyBytes_FromStringAndSize(data + num_sent, size - num_sent);
-    if (rest == NULL)
-        return -1;
-    int rc = outlet_hand_over(self, rest);
-    Py_DECREF(rest);
-    return rc;
+    return outlet_hand_over_rest(self, data + num_sent, size - num_sent);
 }
 
 static PyObject *outlet_write(Outlet *self, PyObject *data)
@@ -1142,7 +1163,7 @@ PyMODINIT_FUNC PyInit__token_lane(void)
         {&name_first_token_s, "first_token_s"},
         {&name_counts, "counts"}, {&name_sums, "sums"},
         {&name_hear_told, "hear_told"}, {&name_frames_came, "frames_came"},
-        {&name_is_closing, "is_closing"},
+        {&name_is_closing, "is_closing"}, {&name_abort, "abort"},
     };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)

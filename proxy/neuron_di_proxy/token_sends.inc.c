@@ -163,9 +163,7 @@ static int sending_finish(const Sending *sending)
     Py_ssize_t left = (Py_ssize_t)sending->size - sending->num_sent;
     if (left > 0) {
         const char *data = sends.bytes + sending->at + sending->num_sent;
-        PyObject *rest = PyBytes_FromStringAndSize(data, left);
-        rc = rest == NULL ? -1 : outlet_hand_over(sending->outlet, rest);
-        Py_XDECREF(rest);
+        rc = outlet_hand_over_rest(sending->outlet, data, left);
     }
     if (rc < 0 && PyErr_ExceptionMatches(PyExc_Exception))
         rc = append_failure(sends.failures, sending->number, sending->lane);

@@ -41,12 +41,15 @@ class HeldTransport:
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self.num_waiting = 0
-        self.is_over = False
+        self.is_over = self.is_aborted = False
         self.num_asked = 0
 
     def write(self, data: bytes) -> None:
         assert type(data) is bytes
         self.written.append(data)
+
+    def abort(self) -> None:
+        self.is_over = self.is_aborted = True
 
     def is_closing(self) -> bool:
         return self.is_over

@@ -119,6 +119,26 @@ def test_a_transport_that_fails_is_the_failure_of_its_leg(rigs):
     assert [token[0] for token in took] == [3, 30]  # their lanes are closed
 
 
+@pytest.mark.parametrize("num_tokens", [1, MANY])
+def test_who_has_half_of_a_piece_gets_nothing_behind_it(rigs, num_tokens):
+    """Memory or the transport fails. What came next would be taken for the other half."""
+
+    def fail(_):
+        raise MemoryError
+
+    rig = rigs[0]
+    rig.transport.write = fail
+    texts = ["-" * 1_000_000, *map(str, range(1, num_tokens))]
+    frame = payload_of([(number, 0, number, text) for number, text in enumerate(texts)])
+    _, _, failures = relay_told(frame, lanes_of(rigs), 1.0)
+    assert [(number, type(error)) for number, error in failures] == [(0, MemoryError)]
+    assert 0 < len(rig.received()) < 1_000_000
+    assert rig.transport.is_aborted
+    rig.outlet.write(b"behind")
+    assert rig.received() == b""
+    assert rigs[1].received() == (chunk_of(event_of("1")) if num_tokens > 1 else b"")
+
+
 def test_who_is_written_to_while_another_is_finished_keeps_its_order(rigs):
     """The rest of one client's token is given to its transport, which writes to another client."""
     first, second = rigs[3], rigs[30]
