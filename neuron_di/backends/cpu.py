@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neuron_di.backends.backend import Backend, LayerHook, OnLost
-from neuron_di.backends.cpu_numerics import require_threads, torch_rounding
+from neuron_di.backends.cpu_numerics import require_threads, set_threads, torch_rounding
 from neuron_di.backends.host_logits import HostLogits, decode_one_by_one, tell_layers
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.core import DecodeBatch, PrefillChunk
@@ -50,7 +50,7 @@ class CpuBackend(HostLogits):
     """Serves one model on this process's cores. See `Backend` for the contract."""
 
     def __init__(self, options: BackendOptions) -> None:
-        torch.set_num_threads(options.num_threads)
+        set_threads(options.num_threads)
         self._options = options
         self.layout = options.layout
         self.num_vocab = options.spec.num_vocab

@@ -61,6 +61,26 @@ def _computes(flag: str) -> bool:
     return flag.startswith(("sse", "ssse", "avx", "amx", "fma", "f16c"))
 
 
+_threaded_pid: int | None = None  # the process whose torch has been given several threads
+
+
+def set_threads(num_threads: int) -> None:
+    """Let torch, and OpenMP, have so many here.
+
+    ConfigError in a process that was forked from one that had several: OpenMP knows of threads
+    which did not come along, and would wait for them for ever.
+    """
+    global _threaded_pid
+    if num_threads > 1:
+        if _threaded_pid not in (None, os.getpid()):
+            raise ConfigError(
+                f"a process forked from one that computes on several threads cannot use "
+                f"{num_threads} itself: start it with multiprocessing's `spawn`, or give threads=1"
+            )
+        _threaded_pid = os.getpid()
+    torch.set_num_threads(num_threads)
+
+
 def require_threads(num_threads: int, dtype: str) -> None:
     """ConfigError where OpenMP may give torch fewer threads than it was told of.
 

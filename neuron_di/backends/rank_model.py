@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from neuron_di.backends.backend import LayerHook
+from neuron_di.backends.cpu_numerics import set_threads
 from neuron_di.backends.rank_messages import RunChunk
 from neuron_di.models import (
     Gather,
@@ -32,7 +32,7 @@ class RankModel:
         num_threads: int,
         on_progress: LoadProgress | None = None,
     ) -> None:
-        torch.set_num_threads(num_threads)
+        set_threads(num_threads)
         self._shard = shard
         self._spec = shard.spec
         self._weights = load_weights(

@@ -113,6 +113,29 @@ def test_a_copy_of_the_process_is_told_that_nobody_computes_there(llm: LLM) -> N
     assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected
 
 
+def test_a_copy_of_the_process_makes_its_own_on_one_thread_only(llama_folder: Path) -> None:
+    """OpenMP would wait for ever for the threads that did not come along."""
+
+    def made(threads: int) -> list[int]:
+        with LLM(str(llama_folder), threads=threads, num_blocks=64) as llm:
+            return llm.generate(PROMPTS[0], GREEDY)[0].token_ids
+
+    expected = made(2)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler waits for Python to run
+            signal.alarm(30)
+            with pytest.raises(ConfigError, match="`spawn`, or give threads=1"):
+                made(2)
+            code = 0 if made(1) == expected else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert made(2) == expected
+
+
 def test_what_it_does_not_give_is_refused(llm: LLM) -> None:
     with pytest.raises(BadRequest, match="no logprobs"):
         llm.generate(PROMPTS[0], SamplingParams(logprobs=2))
