@@ -38,6 +38,7 @@ from neuron_di.key_command import add_key_flags, run_key_command
 from neuron_di.obs import LaunchReport, say, setup_logging
 from neuron_di.role_command import SUMMARY as ROLE_SUMMARY
 from neuron_di.role_command import add_role_flags, run_role_command
+from neuron_di.stop_signals import end_by_sigterm_while_starting
 from neuron_di.transfer_bench import SUMMARY as TRANSFER_SUMMARY
 from neuron_di.transfer_bench import add_bench_transfer_flags, run_bench_transfer
 
@@ -146,6 +147,7 @@ def _run(arguments: list[str]) -> int:
         from neuron_di.top import show_top
 
         return show_top(flags.url, key=_key_of(flags), once=flags.once)
+    end_by_sigterm_while_starting()
     options_class, run = _COMMANDS[flags.command]
     return run(load_options(options_class, flags, os.environ, flags.config))
 

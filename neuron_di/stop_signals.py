@@ -22,3 +22,13 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupt)
+
+
+def end_by_sigterm_while_starting() -> None:
+    """Let SIGTERM end this process until it drains by it, also where it is a container's first.
+
+    The system ends such a process by no signal that it has no handler for: one that still loads
+    would go on, serve, and be killed with its requests when whoever stops it has waited enough.
+    """
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))

@@ -1,10 +1,15 @@
 """A process that is told to end, once and again."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
+
+# Its program is process 1, as in a container.
+APART = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 # Drains for 0.5 s, then ends by itself.
 SCRIPT = """
@@ -55,3 +60,26 @@ def test_a_registry_that_others_reach_is_refused(host):
     )
     assert ended.returncode == 2
     assert "asks for no key" in ended.stderr
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """What runs a program as the first process of its own world, as a container does."""
+    words = [shutil.which("unshare") or "true", *APART[1:]]
+    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine gives no namespace of process ids")
+    return words
+
+
+@pytest.mark.parametrize("command", [["proxy"], ["worker", "MODEL", "--role=decode"]])
+def test_a_containers_first_process_ends_by_sigterm_also_while_it_starts(apart, tmp_path, command):
+    file = tmp_path / "config.toml"
+    os.mkfifo(file)  # it starts for as long as we write
+    words = [*apart, sys.executable, "-m", "neuron_di", *command, f"--config={file}"]
+    with subprocess.Popen(words) as outer, file.open("w"):
+        with open(f"/proc/{outer.pid}/task/{outer.pid}/children") as children:
+            os.kill(int(children.read()), signal.SIGTERM)
+        try:
+            assert outer.wait(60) == 128 + signal.SIGTERM
+        finally:
+            outer.kill()
