@@ -10,7 +10,9 @@ import random
 import shutil
 import socket
 import sys
-from typing import Self
+from typing import Literal, Self
+
+import msgspec
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import child_environment
@@ -25,6 +27,7 @@ _log = get_logger(__name__)
 START_TIMEOUT_S = 15.0
 STARTS_MAX = 3  # somebody may take a port before etcd has it
 LAST_WORDS_MAX = 300
+LINE_BYTES_MAX = 64 << 10
 END_TIMEOUT_S = 3.0
 BACKOFF_S_MIN = 0.2
 BACKOFF_S_MAX = 5.0
@@ -130,14 +133,19 @@ class ChildEtcd:
         _log.info("etcd_started", address=self.address, pid=self._process.pid)
 
     async def _hear(self, stream: asyncio.StreamReader) -> None:
-        """Keep its last line, and read the others away: it would stand still else."""
-        rest = b""
+        """Keep what it said last, and read the rest away: it would stand still else.
+
+        Why it ends comes before a stack of calls, which says nobody anything.
+        """
+        rest, reason = b"", ""
         while piece := await stream.read(1 << 16):
             *lines, rest = (rest + piece).split(b"\n")
             for line in (*lines, rest):
-                if line.strip():
-                    self._last_words = one_line(line.decode(errors="replace"), LAST_WORDS_MAX)
-            rest = rest[-LAST_WORDS_MAX:]
+                reason = reason or _reason(line)
+                words = reason or line.decode(errors="replace")
+                if words.strip():
+                    self._last_words = one_line(words, LAST_WORDS_MAX)
+            rest = rest[-LINE_BYTES_MAX:]
 
     async def _keep_up(self) -> None:
         backoff_s = BACKOFF_S_MIN
@@ -221,6 +229,26 @@ def _command(program: str, data: str, client_port: int, peer_port: int) -> list[
     }
     tied = [sys.executable, "-c", TIED, str(os.getpid()), program]
     return [*tied, *(f"--{name}={value}" for name, value in flags.items())]
+
+
+class _LogLine(msgspec.Struct):
+    level: Literal["panic", "fatal"]
+    msg: str
+    error: str = ""
+
+
+_log_line_decoder = msgspec.json.Decoder(_LogLine)
+
+
+def _reason(line: bytes) -> str:
+    """Why etcd ends, of the line that says it; empty of any other."""
+    if line.startswith((b"panic: ", b"fatal error: ")):
+        return line.decode(errors="replace")
+    try:
+        said = _log_line_decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    return f"{said.msg}: {said.error}" if said.error else said.msg
 
 
 class _EndedError(ConfigError):

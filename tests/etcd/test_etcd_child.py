@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -125,6 +126,17 @@ async def test_an_etcd_that_cannot_start_is_an_error_and_leaves_nothing(
     assert folders() == []
     starts = (tmp_path / "starts").read_text().splitlines()
     assert len(set(starts)) == STARTS_MAX, "each time at other ports"
+
+
+async def test_an_etcd_that_cannot_write_says_why_and_no_stack(monkeypatch, tmp_path):
+    program, etcd = tmp_path / "bin" / "etcd", shutil.which("etcd")
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nulimit -f 8\nexec {etcd} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    why = r"failed to open database: write /\S+: file too large$"
+    with pytest.raises(ConfigError, match=rf"code 2 instead of starting: {why}"):
+        await ChildEtcd().__aenter__()
 
 
 async def test_a_port_that_was_taken_meanwhile_is_no_failure(monkeypatch):
