@@ -48,8 +48,7 @@ def run_worker(options: WorkerOptions) -> None:
             f"--host {options.host} can be reached from other machines, and a worker does whatever "
             "it is asked: listen on loopback, or say --insecure where that network is trusted"
         )
-    for host, port in _given_ports(options):
-        bind(host, port).close()  # what is taken is said now, not when it is needed
+    _check_ports(_given_ports(options))
     raise_descriptor_limit()
     if options.core is not None:
         _pin(options.core, options.engine.tp)
@@ -116,6 +115,18 @@ def _pin(core: int, count: int) -> None:
         os.sched_setaffinity(0, {core} | others)
     except OSError as error:
         raise ConfigError(f"cannot pin this worker to core {core}: {error}") from None
+
+
+def _check_ports(places: list[tuple[str, int]]) -> None:
+    """What is taken is said now, not when it is needed: also by another port of this worker."""
+    with contextlib.ExitStack() as stack:
+        for number, (host, port) in enumerate(places):
+            if port and (host, port) in places[:number]:
+                raise ConfigError(
+                    f"port {port} is given twice: each of --port, --signal-port, --transfer-port "
+                    "and --nrt-control-port is one of its own"
+                )
+            stack.enter_context(bind(host, port))
 
 
 def _given_ports(options: WorkerOptions) -> list[tuple[str, int]]:

@@ -68,6 +68,29 @@ def test_an_address_for_kv_that_is_not_this_machines_is_said_at_the_start(tmp_pa
         run_worker(WorkerOptions(model=none, role="prefill", kv_transfer=transfer))
 
 
+@pytest.mark.parametrize(
+    ("host", "transfer_host", "words"),
+    [
+        ("127.0.0.1", None, r"port \d+ is given twice: .*one of its own"),
+        ("127.0.0.1", "127.0.0.1", r"port \d+ is given twice: .*one of its own"),
+        ("0.0.0.0", "127.0.0.1", r"cannot listen on 127.0.0.1:\d+: .*in use"),
+    ],
+)
+def test_two_ports_of_one_worker_are_not_the_same(tmp_path, host, transfer_host, words):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = WorkerOptions(
+        model=str(tmp_path / "none"),
+        role="prefill",
+        host=host,
+        insecure=True,
+        port=port,
+        kv_transfer=TransferOptions(transfer_host=transfer_host, transfer_port=port),
+    )
+    with pytest.raises(ConfigError, match=words):
+        run_worker(options)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_on_loopback_a_worker_just_starts(tmp_path, host):
     with pytest.raises(CheckpointError):
