@@ -137,6 +137,7 @@ class Fleet:
 
     async def _start(self) -> None:
         local_folder(self._options.model)  # a wrong path is said before anything is started
+        self._options.addresses.require_free_ports()
         if self._options.engine.device == "neuron":
             self._share_neuron_cores()
         if self._options.engine.device == "cuda":

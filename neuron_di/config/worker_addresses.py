@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
+from neuron_di.config.control_group import Read, text_of
 from neuron_di.config.option import option
 from neuron_di.errors import ConfigError
 
 _PORTS = re.compile(r"(?P<low>[0-9]{1,5})-(?P<high>[0-9]{1,5})")
 _PORT_MAX = 65535
+_PICKED = "/proc/sys/net/ipv4/ip_local_port_range"
 # Instance metadata. That at 169.254.169.254, which most clouds have, is link-local.
 _METADATA = (IPv6Address("fd00:ec2::254"), IPv4Address("100.100.100.200"))
 # IPv6 addresses whose last 32 bits are an IPv4 address that a packet may end at.
@@ -51,6 +53,17 @@ class WorkerAddressOptions:
     def ports(self) -> range:
         """Raises ConfigError where they cannot be read."""
         return _read_ports(self.worker_ports)
+
+    def require_free_ports(self, read: Read = text_of) -> None:
+        """Raises ConfigError unless workers may listen on whichever port the system picks."""
+        low, high = map(int, (read(_PICKED) or "32768 60999").split())
+        if not (max(low, 1024) in self.ports() and high in self.ports()):
+            raise ConfigError(
+                f"--worker-ports {self.worker_ports} leaves out workers that take any free port, "
+                f"from {low} to {high} here, as those of `neuron-di serve` do: go without it, or "
+                "start them by `neuron-di worker`, each with a --port",
+                param="worker_ports",
+            )
 
     def why_refused(self, host: str, port: int) -> str:
         """Why nobody connects there, in words; empty where that is allowed.

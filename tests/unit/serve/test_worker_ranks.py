@@ -1,10 +1,11 @@
-"""What each worker of `serve` is told: its ranks, its cores, where its peers may be."""
+"""What each worker of `serve` is told: its ranks, its cores, where it and its peers may be."""
 
 import os
 
 import pytest
 
 from neuron_di.config import EngineOptions, ServeOptions, WorkerAddressOptions
+from neuron_di.errors import ConfigError
 from neuron_di.obs import LaunchReport
 from neuron_di.serve import Fleet
 
@@ -56,3 +57,18 @@ def test_its_own_workers_are_among_the_networks_that_are_allowed():
     assert flags(fleet, "decode-0")["worker-networks"] == "10.1.0.0/16,127.0.0.0/8"
     anywhere = Fleet(ServeOptions(model="m"))
     assert flags(anywhere, "decode-0")["worker-networks"] == ""
+
+
+@pytest.mark.parametrize("ports", ["1024-20000", "20000-29999", "50000-60999"])
+async def test_ports_that_its_own_workers_may_not_have_are_refused_at_once(tmp_path, ports):
+    fleet = Fleet(
+        ServeOptions(model=str(tmp_path), addresses=WorkerAddressOptions(worker_ports=ports))
+    )
+    with pytest.raises(ConfigError, match=f"--worker-ports {ports} leaves out .* any free port"):
+        await fleet.__aenter__()
+    assert fleet.pids() == {}
+
+
+@pytest.mark.parametrize("picked", ["32768 60999", "1024 65535", "1 65535", None])
+def test_ports_that_the_system_picks_are_allowed_unless_told_otherwise(picked):
+    WorkerAddressOptions().require_free_ports(lambda _: picked)
