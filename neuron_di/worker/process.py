@@ -113,8 +113,11 @@ def _pin(core: int, count: int) -> None:
         first = cores.index(core) if core in cores else 0
         others = {cores[(first + step) % len(cores)] for step in range(1, count)}
         os.sched_setaffinity(0, {core} | others)
-    except OSError as error:
-        raise ConfigError(f"cannot pin this worker to core {core}: {error}") from None
+    except (OSError, OverflowError):
+        raise ConfigError(
+            f"cannot pin this worker to core {core}: it may run on {', '.join(map(str, cores))}",
+            param="core",
+        ) from None
 
 
 def _check_ports(places: list[tuple[str, int]]) -> None:

@@ -68,6 +68,13 @@ def test_an_address_for_kv_that_is_not_this_machines_is_said_at_the_start(tmp_pa
         run_worker(WorkerOptions(model=none, role="prefill", kv_transfer=transfer))
 
 
+@pytest.mark.parametrize("core", [1_000_000, 10**30])
+def test_a_core_that_is_not_there_is_refused_with_those_that_are(tmp_path, core):
+    options = WorkerOptions(model=str(tmp_path / "none"), role="decode", core=core)
+    with pytest.raises(ConfigError, match=rf"to core {core}: it may run on \d"):
+        run_worker(options)
+
+
 @pytest.mark.parametrize(
     ("host", "transfer_host", "words"),
     [
