@@ -136,10 +136,12 @@ class Child:
                 task.cancel()
             await asyncio.gather(life, doing, return_exceptions=True)
 
-    async def keep_up(self, start_timeout_s: float, tell: Tell, *, gives_up: bool = True) -> str:
+    async def keep_up(
+        self, start_timeout_s: float, tell: Tell, *, gives_up: Callable[[], bool] = lambda: True
+    ) -> str:
         """Start the process again whenever it ends. Returns why, when it refuses to start.
 
-        Unless it `gives_up`: then what is refused now may be taken later. One that was drained on
+        Only if it `gives_up` then: what is refused now may be taken later. One that was drained on
         purpose stays away: this waits for ever then.
         """
         assert self._process is not None
@@ -160,7 +162,7 @@ class Child:
                 await self.gone()
                 words = error.message
                 num_refused += isinstance(error, ConfigError)
-                if num_refused == STARTS_REFUSED_MAX and gives_up:
+                if num_refused >= STARTS_REFUSED_MAX and gives_up():
                     return words
                 continue
             num_refused = 0

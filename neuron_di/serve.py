@@ -4,7 +4,7 @@ The proxy starts first, because workers announce themselves to the registry it h
 etcd it starts. Each child reports on its standard output; its logs go to our standard error.
 Children sit in sessions of their own, so Ctrl-C reaches this process only, and end when it ends.
 A worker that ends by itself is started again, in the role that it had at last, on the NeuronCores
-that it had; without the proxy there is nothing to go on with.
+that it had; without the proxy, or any worker of a role, there is nothing to go on with.
 """
 
 import asyncio
@@ -106,10 +106,7 @@ class Fleet:
             raise
         self._watches = [
             asyncio.create_task(self._proxy.life()),
-            *(
-                asyncio.create_task(worker.keep_up(self._worker_start_timeout_s, self._tell))
-                for worker in self._workers
-            ),
+            *(asyncio.create_task(self._keep_up(worker)) for worker in self._workers),
         ]
         return self
 
@@ -124,7 +121,8 @@ class Fleet:
     async def wait_lost(self) -> str:
         """Wait until this fleet cannot go on. Returns why.
 
-        The proxy ended by itself, or a worker says again and again that it cannot start.
+        The proxy ended by itself, or a worker says again and again that it cannot start, and no
+        other has its role.
         """
         done, _ = await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
@@ -163,6 +161,17 @@ class Fleet:
         for worker in self._workers:
             by_gpu.setdefault(self._gpus.get(worker.name, worker.name), []).append(worker)
         return list(by_gpu.values())
+
+    async def _keep_up(self, worker: Child) -> str:
+        """Start it again whenever it ends. Returns why, once the others cannot do without it."""
+        start_timeout_s = self._worker_start_timeout_s
+        is_missed = partial(self._is_missed, worker.name)
+        return await worker.keep_up(start_timeout_s, self._tell, gives_up=is_missed)
+
+    def _is_missed(self, name: str) -> bool:
+        """Whether no worker that is ready does what this one should."""
+        roles = (self._roles[name], "both")
+        return not any(each.is_ready and self._roles[each.name] in roles for each in self._workers)
 
     async def _start_in_turn(self, workers: list[Child], deadline: Deadline) -> None:
         for worker in workers:

@@ -74,7 +74,7 @@ class FurtherProcesses:
             # What refuses one now, as a key file that is just being mended, kept no other waiting.
             self._watches = [
                 asyncio.create_task(
-                    child.keep_up(START_TIMEOUT_S, lambda _words: None, gives_up=False)
+                    child.keep_up(START_TIMEOUT_S, lambda _words: None, gives_up=lambda: False)
                 )
                 for child in self._children
             ]

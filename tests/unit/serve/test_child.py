@@ -279,7 +279,7 @@ async def test_one_that_is_never_given_up_comes_back_once_it_may():
 
     async with child_of(command) as child:
         await start(child)
-        watch = asyncio.create_task(child.keep_up(DEADLINE_S, tell, gives_up=False))
+        watch = asyncio.create_task(child.keep_up(DEADLINE_S, tell, gives_up=lambda: False))
         await asyncio.wait_for(is_back.wait(), DEADLINE_S)
         watch.cancel()
     assert num_starts == 2 + 2 * STARTS_REFUSED_MAX

@@ -304,7 +304,7 @@ async def test_a_worker_may_take_as_long_to_start_as_it_gives_its_load(
         given_s.append(deadline.remaining_s())
         return LaunchReport(event="ready", url="http://proxy")
 
-    async def keep_up(_child, start_timeout_s, _tell):
+    async def keep_up(_child, start_timeout_s, _tell, *, gives_up):
         given_s.append(start_timeout_s)
         return ""
 
