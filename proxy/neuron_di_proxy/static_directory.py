@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import structs
 
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.obs import LimitedLogger
 from neuron_di.registry import RefusedRecord, Supervised
-from neuron_di.wire import WorkerRecord, status_decoder
+from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, status_decoder
 from neuron_di_proxy.directory import LastWord
 from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.ticks import look_every
@@ -20,6 +21,23 @@ _log = LimitedLogger(__name__)
 
 ASK_INTERVAL_S = 1.0
 ASK_TIMEOUT_S = 1.0
+
+
+class _AnyRecord(msgspec.Struct):
+    """What any version's record has."""
+
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class _AnyStatus(msgspec.Struct):
+    record: _AnyRecord
+
+
+_any_decoder = msgspec.json.Decoder(_AnyStatus)
+
+
+class _OtherVersionError(Exception):
+    """Raised for a worker that we would understand wrongly, or not at all."""
 
 
 class StaticDirectory:
@@ -34,7 +52,7 @@ class StaticDirectory:
         self._client = StatusClient()
         self._workers: dict[str, WorkerRecord] = {}
         self._view: tuple[WorkerRecord, ...] = ()
-        self._silent: dict[str, str] = {}  # why each has not answered
+        self._silent: dict[str, str] = {}  # why each is not there
         self._words: dict[str, WorkerRecord] = {}  # the last one of each, as it was said
         self._last_word: LastWord = lambda _: None
         self._has_silent = asyncio.Event()  # among the workers: ask them
@@ -66,11 +84,8 @@ class StaticDirectory:
         return self._asking.trouble()
 
     def refused(self) -> Sequence[RefusedRecord]:
-        """Whom the operator named, and who did not answer the last question."""
-        return [
-            RefusedRecord(url, "", f"it cannot be reached: {reason}")
-            for url, reason in self._silent.items()
-        ]
+        """Whom the operator named, and who did not answer the last question as it should."""
+        return [RefusedRecord(url, "", reason) for url, reason in self._silent.items()]
 
     def num_ignored_by_fault(self) -> Mapping[str, int]:
         """Nothing: there are no keys."""
@@ -112,20 +127,22 @@ class StaticDirectory:
                 answer = await self._client.ask(host, port)
             if answer.http_status != 200:
                 raise RemoteProtocolError(f"HTTP status {answer.http_status}")
-            record = status_decoder.decode(answer.body).record
+            record = _record_of(answer.body)
+        except _OtherVersionError as error:
+            self._miss(url, str(error))
         except (OSError, UnicodeError, RemoteProtocolError) as error:
-            self._miss(url, _words(error))
+            self._miss(url, _words(error), "it cannot be reached: ")
         else:
             self._silent.pop(url, None)
             self._keep(url, record, host, port)
 
-    def _miss(self, url: str, reason: str) -> None:
+    def _miss(self, url: str, reason: str, what: str = "") -> None:
         if url in self._workers:
             self._note(url, None)
             _log.warning("worker_lost", url=url, reason=reason)
-        elif reason != self._silent.get(url):
+        elif what + reason != self._silent.get(url):
             _log.warning("worker_unreachable", url=url, reason=reason)
-        self._silent[url] = reason
+        self._silent[url] = what + reason
 
     def _keep(self, url: str, record: WorkerRecord, host: str, port: int) -> None:
         record = structs.replace(record, host=host, api_port=port)
@@ -138,6 +155,17 @@ class StaticDirectory:
         else:
             self._workers[url] = record
         self._view = tuple(self._workers[each] for each in self._urls if each in self._workers)
+
+
+def _record_of(status: bytes) -> WorkerRecord:
+    """Raises _OtherVersionError, or RemoteProtocolError for what no version says."""
+    try:
+        version = _any_decoder.decode(status).record.protocol_version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        version = PROTOCOL_VERSION  # the next line says what is wrong with it
+    if version != PROTOCOL_VERSION:
+        raise _OtherVersionError(f"it speaks protocol version {version}, not {PROTOCOL_VERSION}")
+    return status_decoder.decode(status).record
 
 
 def _words(error: Exception) -> str:

@@ -7,6 +7,7 @@ import pytest
 from scripted_worker import ScriptedWorker
 
 from neuron_di.config import LimitOptions
+from neuron_di.wire import PROTOCOL_VERSION
 from neuron_di.worker import leg_link_server
 from neuron_di_proxy import static_directory
 from neuron_di_proxy.health import AskingDirectory, Health
@@ -94,3 +95,15 @@ async def test_an_address_where_nobody_is_is_named_with_the_reason(stack, worker
     assert [record.worker_id for record in directory.workers()] == ["d1"]
     await rounds(directory, 20)
     assert [r.message for r in caplog.records].count("worker_unreachable") == 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_legs": "none"}])  # its record may be another, too
+async def test_a_worker_of_another_version_is_refused_by_name(stack, worker, changes):
+    record = msgspec.structs.replace(worker.record, protocol_version=PROTOCOL_VERSION - 1)
+    worker.record = msgspec.structs.replace(record, **changes)
+    directory = await stack.enter_async_context(StaticDirectory((worker.record.url(),)))
+    await until_so(lambda: directory.refused() or directory.workers())
+    assert directory.workers() == ()
+    (refused,) = directory.refused()
+    words = f"it speaks protocol version {PROTOCOL_VERSION - 1}, not {PROTOCOL_VERSION}"
+    assert refused.reason == words
