@@ -48,7 +48,8 @@ class StaticDirectory:
     """
 
     def __init__(self, urls: tuple[str, ...]) -> None:
-        self._urls = urls
+        # One that does both may be named as a prefill worker and as a decode worker.
+        self._urls = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
         self._client = StatusClient()
         self._workers: dict[str, WorkerRecord] = {}
         self._view: tuple[WorkerRecord, ...] = ()

@@ -107,3 +107,10 @@ async def test_a_worker_of_another_version_is_refused_by_name(stack, worker, cha
     (refused,) = directory.refused()
     words = f"it speaks protocol version {PROTOCOL_VERSION - 1}, not {PROTOCOL_VERSION}"
     assert refused.reason == words
+
+
+async def test_a_worker_that_is_named_twice_is_one(stack, worker):
+    url = worker.record.url()
+    directory = await stack.enter_async_context(StaticDirectory((url, f"{url}/", url)))
+    await until_so(directory.workers)
+    assert [record.worker_id for record in directory.workers()] == ["d1"]
