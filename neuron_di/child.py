@@ -119,9 +119,7 @@ class Child:
         if self._reader is not None:
             await asyncio.wait([self._reader], timeout=LAST_WORDS_TIMEOUT_S)
         self.is_ready = False
-        if code >= 0:
-            return f"{self.name} ended by itself with code {code}"
-        return f"{self.name} was ended by signal {-code}"
+        return f"{self.name} ended by itself with code {code}" if code >= 0 else self._ended(code)
 
     async def while_it_lives(self, work: Coroutine[Any, Any, None]) -> None:
         """Do what needs this process. PeerGone, and it is given up, once the process has ended."""
@@ -218,7 +216,11 @@ class Child:
                 self._reader = asyncio.create_task(self._read_on(lines))
                 return report
         code = await process.wait()
-        raise PeerGone(f"{self.name} ended with code {code} before it was ready")
+        raise PeerGone(f"{self._ended(code)} before it was ready")
+
+    def _ended(self, code: int) -> str:
+        how = f"ended with code {code}" if code >= 0 else f"was ended by signal {-code}"
+        return f"{self.name} {how}"
 
     async def _read_on(self, lines: "_Lines") -> None:
         """A child that prints must never block on a full pipe. Any of its lines may be a report."""

@@ -28,6 +28,7 @@ from neuron_di.obs import LaunchReport
 READY = """print('{"event": "ready", "url": "here"}', flush=True)"""
 FAILED = """print('{"event": "failed", "message": "no such model"}', flush=True)"""
 WAIT = "import signal; signal.pause()"
+KILLED = "import os; os.kill(os.getpid(), 9)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 DEADLINE_S = 30.0
 
@@ -77,6 +78,7 @@ async def test_a_child_is_heard_until_it_is_ready_and_may_print_on():
     [
         ((FAILED, WAIT), DEADLINE_S, ConfigError, "prefill-0: no such model"),
         (("raise SystemExit(3)",), DEADLINE_S, PeerGone, "prefill-0 ended with code 3"),
+        ((KILLED,), DEADLINE_S, PeerGone, "prefill-0 was ended by signal 9 before"),
         ((WAIT,), 0.01, PeerTimeout, "prefill-0 was not ready in time"),
     ],
 )
