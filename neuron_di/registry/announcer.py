@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Self
 
-from neuron_di.clock import Deadline
+from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import PeerError
 from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.registry.registry import LeaseId, Registry
@@ -21,6 +21,9 @@ BEATS_PER_TTL = 3
 # A record that has not changed is put again at every second beat: somebody may have deleted or
 # overwritten it while its lease lives. A directory keeps its worker for longer (keep_s_for).
 BEATS_PER_PUT = 2
+# Whoever sees the registry in snapshots only must have one that says that we drain: a key that is
+# gone without that is suspicion, and its worker kept.
+SEEN_S = 0.15
 _WITHDRAW_TIMEOUT_S = 0.3  # a registry that ended before us must not hold up our own end
 _BACKOFF_S_MIN = 0.1
 _BACKOFF_S_MAX = 2.0
@@ -48,6 +51,7 @@ class Announcer:
         self._changed = asyncio.Event()
         self._lease: LeaseId | None = None
         self._announced: WorkerRecord | None = None  # under this lease
+        self._announced_s = 0.0  # when this state of it was
         self._granting: asyncio.Future[LeaseId] | None = None
         self._is_withdrawn = False
         self._backoff_s = _BACKOFF_S_MIN
@@ -79,7 +83,7 @@ class Announcer:
         self._is_withdrawn = True
         await self._announcing.__aexit__(None, None, None)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(SEEN_S + timeout_s):
                 if self._granting is not None:  # a lease may be ours, and nobody knows of it
                     self._lease = await self._granting
                 if self._lease is not None:
@@ -93,14 +97,19 @@ class Announcer:
 
     async def _say_last(self, lease: LeaseId) -> None:
         record = self._record()
-        if record.state == "draining" and record != self._announced:
-            with contextlib.suppress(PeerError):  # such as: this lease is gone already
+        if record.state != "draining":
+            return
+        with contextlib.suppress(PeerError):  # such as: this lease is gone already
+            if record != self._announced:
                 await self._announce(record, lease)
+            await asyncio.sleep(max(0.0, self._announced_s + SEEN_S - now_s()))
 
     async def _announce(self, record: WorkerRecord, lease: LeaseId) -> None:
         await self._registry.put(record.key(), encode_json(record), lease)
         if record != self._announced:
             _log.info("announced", key=record.key(), state=record.state)
+        if self._announced is None or record.state != self._announced.state:
+            self._announced_s = now_s()
         self._announced = record
 
     async def _run(self) -> None:

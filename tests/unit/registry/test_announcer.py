@@ -141,3 +141,21 @@ async def test_it_starts_before_the_registry_and_ends_without_it(make_record, wa
         async with RegistryServer(registry, address), Directory(registry) as directory:
             assert await wait_workers(directory, lambda workers: workers) == (record,)
         # The registry is gone again: withdrawing gives up at its deadline.
+
+
+async def test_who_sees_snapshots_only_hears_that_a_worker_drained(
+    server, make_record, wait_workers
+):
+    """Its end comes at once where it has nothing to do, and is no crash all the same."""
+    records = [make_record()]
+    async with RegistryClient(server.address) as seeing, Directory(seeing) as directory:
+        async with (
+            RegistryClient(server.address) as client,
+            Announcer(client, lambda: records[-1], ttl_s=3600) as announcer,
+        ):
+            await wait_workers(directory, lambda workers: workers)
+            records.append(make_record(state="draining"))
+            announcer.record_changed()
+            assert await announcer.withdraw(30.0)
+        await wait_workers(directory, lambda workers: not workers or directory.vanished())
+        assert not directory.vanished()
