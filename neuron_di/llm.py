@@ -78,6 +78,8 @@ class LLM:
         )
         self._engine.start()
         self._num_requests = 0
+        defaults = self._model.sampling_defaults
+        self._default_sampling = SamplingParams(**({} if defaults is None else defaults.given()))
         self._rules = TokenRuleMaker(
             self._model.tokenizer,
             num_vocab=self._model.backend.num_vocab,
@@ -91,7 +93,8 @@ class LLM:
     ) -> list[Generation]:
         """Answer prompts, given as text or ids, all with the same parameters, in their order.
 
-        One prompt alone is a list of one. Without a seed each draws numbers of its own.
+        One prompt alone is a list of one. Without a seed each draws numbers of its own. Without
+        `sampling` they are drawn as the model's generation_config.json says.
 
         BadRequest when a prompt or a parameter cannot be; nothing is computed then.
         LocalProtocolError once it is closed, and in a forked process.
@@ -102,7 +105,7 @@ class LLM:
         with self._lock:
             if self._is_closed:
                 raise LocalProtocolError("this LLM is closed")
-            return self._generate(listed, sampling or SamplingParams())
+            return self._generate(listed, sampling or self._default_sampling)
 
     def close(self) -> None:
         """May be called twice. Does nothing in a forked process, which owns none of it."""

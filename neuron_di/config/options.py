@@ -116,6 +116,11 @@ class EngineOptions:
         at_least=1,
         at_most=1024,
     )
+    sampling_defaults: Literal["model", "openai"] = option(
+        "where a request's temperature, top_p, top_k, min_p and repetition_penalty come from if it "
+        "has none: the model's generation_config.json, or OpenAI's API, where all are off",
+        default="model",
+    )
     cuda: CudaOptions = field(default_factory=CudaOptions)
     neuron: NeuronOptions = field(default_factory=NeuronOptions)
 

@@ -8,6 +8,7 @@ from neuron_di.models.checkpoint import (
     require_implied,
     resolve_checkpoint,
 )
+from neuron_di.models.generation_config import read_sampling_defaults
 from neuron_di.models.rope import RopeSpec
 from neuron_di.models.shard import Gather, JointRank, Shard, require_divisible
 from neuron_di.models.spec import ModelSpec
@@ -29,6 +30,7 @@ __all__ = [
     "Transformer",
     "checkpoint_digest",
     "load_weights",
+    "read_sampling_defaults",
     "require_divisible",
     "require_implied",
     "resolve_checkpoint",

@@ -74,6 +74,7 @@ from neuron_di.wire.registry import (
     registry_answer_decoder,
     registry_call_decoder,
 )
+from neuron_di.wire.sampling_defaults import SamplingDefaults
 from neuron_di.wire.signal import (
     PIECES_MAX,
     SIGNAL_VERSION,
@@ -180,6 +181,7 @@ __all__ = [
     "RegistryRefused",
     "Released",
     "RevokeLease",
+    "SamplingDefaults",
     "SamplingParams",
     "ShmRegion",
     "TcpRegion",

@@ -10,6 +10,7 @@ import msgspec
 from neuron_di.types import WORKER_ID_PATTERN, Incarnation, Role, WorkerId, WorkerState
 from neuron_di.wire.codec import Decoder
 from neuron_di.wire.legs import PeerAddress, ToolFormat
+from neuron_di.wire.sampling_defaults import SamplingDefaults
 
 RECORD_BYTES_MAX = 64 << 10
 PROTOCOL_VERSION = 6
@@ -56,6 +57,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     # How the model's chat template writes tool calls; None: it does not.
     tool_format: ToolFormat | None = None
     reasoning: tuple[str, str] | None = None  # the tags around a model's reasoning, if it has any
+    sampling_defaults: SamplingDefaults | None = None  # None: OpenAI's
 
     def key(self) -> str:
         return f"/workers/{self.role}/{self.host}/{self.api_port}"

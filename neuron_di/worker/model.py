@@ -19,12 +19,13 @@ from neuron_di.models import (
     LoadProgress,
     ModelSpec,
     checkpoint_digest,
+    read_sampling_defaults,
     resolve_checkpoint,
 )
 from neuron_di.obs import get_logger
 from neuron_di.request import Tokenizer
 from neuron_di.types import Incarnation, Role
-from neuron_di.wire import SIGNAL_BYTES_MAX, ready_bytes_max
+from neuron_di.wire import SIGNAL_BYTES_MAX, SamplingDefaults, ready_bytes_max
 
 _log = get_logger(__name__)
 
@@ -96,6 +97,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     backend: Backend
     pool_plan: PoolPlan | None = None  # where another worker may take the weights over
+    sampling_defaults: SamplingDefaults | None = None  # None: OpenAI's
 
     def limits(self, options: EngineOptions) -> EngineOptions:
         """The options as its device takes them: a device may have blocks and chunks of its own."""
@@ -129,6 +131,10 @@ def load_model(
     device = plan_device(options, spec, folder)
     available_bytes = device.free_bytes() // (device.num_sharing or num_siblings)
     tokenizer = Tokenizer.load(folder)
+    sampling_defaults = None
+    if options.sampling_defaults == "model":
+        sampling_defaults = read_sampling_defaults(folder)
+        _log.info("sampling_defaults", **sampling_defaults.given())
     layout = spec.kv_layout(
         block_size=device.block_size, dtype=device.dtype, num_ranks=device.num_ranks
     )
@@ -173,6 +179,7 @@ def load_model(
         tokenizer=tokenizer,
         backend=backend,
         pool_plan=pool_plan,
+        sampling_defaults=sampling_defaults,
     )
 
 

@@ -159,6 +159,7 @@ class Worker:
             num_ranks=self._model.backend.layout.num_ranks,
             tool_format=self._traits.tool_format,
             reasoning=self._traits.reasoning,
+            sampling_defaults=self._model.sampling_defaults,
         )
 
     def _slots(self) -> int:

@@ -131,13 +131,15 @@ def sampling_of(
     """How tokens are chosen. Raises BadRequest for what is out of range."""
     if fields.length_penalty is not None or fields.prompt_logprobs is not None:
         _refuse_what_is_not_there(fields)
-    given_fields: dict[str, Any] = {
+    defaults = traits.sampling_defaults
+    given_fields: dict[str, Any] = {} if defaults is None else defaults.given()
+    given_fields |= {
         name: value
         for name, value in zip(_PASSED_ON, _get_passed_on(fields), strict=True)
         if value is not None
     }
-    if fields.top_k is not None and fields.top_k != -1:
-        given_fields["top_k"] = fields.top_k
+    if fields.top_k is not None:
+        given_fields["top_k"] = 0 if fields.top_k == -1 else fields.top_k
     if (stop := fields.stop) is not None:
         given_fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if fields.stop_token_ids:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from neuron_di.wire import ToolFormat, WorkerRecord
+from neuron_di.wire import SamplingDefaults, ToolFormat, WorkerRecord
 from neuron_di_proxy.known_models import KnownModels
 from neuron_di_proxy.route import Directory
 
@@ -16,6 +16,7 @@ class ModelTraits:
     reasoning: tuple[str, str] | None = None  # the tags around its reasoning
     num_vocab: int | None = None
     context_tokens: int | None = None  # of the worker that holds the most
+    sampling_defaults: SamplingDefaults | None = None
 
 
 FORMER_MAX = 64
@@ -59,6 +60,7 @@ def _traits_of(records: Sequence[WorkerRecord]) -> ModelTraits:
         reasoning=next((r.reasoning for r in records if r.reasoning is not None), None),
         num_vocab=_largest(record.num_vocab for record in records),
         context_tokens=_largest(record.context_tokens for record in records),
+        sampling_defaults=next((r.sampling_defaults for r in records if r.sampling_defaults), None),
     )
 
 

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from benchmarks.proxy_stub import status
+from neuron_di.wire import SamplingDefaults
 from neuron_di_proxy.known_models import ModelNotFound
 from neuron_di_proxy.model_traits import ModelTraits, TraitsBook
 from neuron_di_proxy.request_id import fresh_id
@@ -40,6 +41,14 @@ def test_traits_change_with_the_workers():
     assert traits.of("stub") == found
     with pytest.raises(ModelNotFound):
         traits.of("none")
+
+
+def test_one_worker_that_says_how_tokens_are_drawn_is_enough():
+    """Others may have been told to keep to OpenAI's."""
+    defaults = SamplingDefaults(temperature=0.6)
+    told = msgspec.structs.replace(status("decode", 2).record, sampling_defaults=defaults)
+    directory = Directory(status("prefill", 1).record, told)
+    assert TraitsBook(directory).of("stub").sampling_defaults == defaults
 
 
 def test_ids_of_requests_are_all_different_and_32_hex_digits():

@@ -9,7 +9,7 @@ from openai.types.chat import completion_create_params as chat_params
 from request_bodies import TRAITS, chat, completion
 
 from neuron_di.errors import BadRequest
-from neuron_di.wire import Grammar, PromptOptions
+from neuron_di.wire import Grammar, PromptOptions, SamplingDefaults
 from neuron_di.wire.legs import JSON_NULL
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.request_fields import (
@@ -348,3 +348,23 @@ def test_without_a_seed_no_two_answers_are_drawn_alike_be_their_prompts_equal(n)
     seeds = [given.choice(index).sampling.seed for index in range(4 * n)]
     assert len(set(seeds)) == 4 * n
     assert seeds[0] == given.sampling.seed
+
+
+ADVISED = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+
+
+@BOTH
+def test_what_a_request_leaves_open_is_the_models_choice(read):
+    """And what it says is its own, also where that is what goes without saying elsewhere."""
+    traits = ModelTraits(sampling_defaults=SamplingDefaults(**ADVISED))
+    nulls = dict.fromkeys(ADVISED)
+    for sampling in (read(traits).sampling, read(traits, **nulls).sampling):
+        assert {name: getattr(sampling, name) for name in ADVISED} == ADVISED
+        assert (sampling.presence_penalty, sampling.min_tokens) == (0.0, 0)
+    own = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for fields in (own, own | {"top_k": -1}):
+        sampling = read(traits, **fields).sampling
+        assert {name: getattr(sampling, name) for name in own} == own
+    few = ModelTraits(sampling_defaults=SamplingDefaults(top_p=0.5))
+    sampling = read(few, temperature=0).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.5, 0)
