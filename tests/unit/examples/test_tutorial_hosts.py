@@ -20,7 +20,10 @@ STAYS = """#!/bin/bash
 case "$1" in
     proxy | worker) echo event=ready && exec sleep 100 ;;
     key) echo a-key ;;
-    status) for name in decode-1 $LISTED; do echo "$name its-role ready now"; done ;;
+    status)
+        for name in decode-1 $LISTED; do echo "$name its-role ready now"; done
+        echo "decode-1 takes KV from prefill-0 by it"
+        ;;
 esac
 """
 Step = Callable[..., CompletedProcess[str]]
