@@ -4,6 +4,7 @@ import gc
 import os
 import secrets
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from neuron_di.backends import (
     Backend,
@@ -131,10 +132,7 @@ def load_model(
     device = plan_device(options, spec, folder)
     available_bytes = device.free_bytes() // (device.num_sharing or num_siblings)
     tokenizer = Tokenizer.load(folder)
-    sampling_defaults = None
-    if options.sampling_defaults == "model":
-        sampling_defaults = read_sampling_defaults(folder)
-        _log.info("sampling_defaults", **sampling_defaults.given())
+    sampling_defaults = _sampling_defaults(folder, options)
     layout = spec.kv_layout(
         block_size=device.block_size, dtype=device.dtype, num_ranks=device.num_ranks
     )
@@ -181,6 +179,14 @@ def load_model(
         pool_plan=pool_plan,
         sampling_defaults=sampling_defaults,
     )
+
+
+def _sampling_defaults(folder: Path, options: EngineOptions) -> SamplingDefaults | None:
+    if options.sampling_defaults == "openai":
+        return None
+    defaults = read_sampling_defaults(folder)
+    _log.info("sampling_defaults", **defaults.given())
+    return defaults
 
 
 def missing_memory(model: LoadedModel, role: Role) -> str:
