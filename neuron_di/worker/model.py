@@ -185,7 +185,8 @@ def _sampling_defaults(folder: Path, options: EngineOptions) -> SamplingDefaults
     if options.sampling_defaults == "openai":
         return None
     defaults = read_sampling_defaults(folder)
-    _log.info("sampling_defaults", **defaults.given())
+    if values := defaults.given():
+        _log.info("sampling_defaults", **values)
     return defaults
 
 
