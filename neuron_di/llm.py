@@ -78,8 +78,7 @@ class LLM:
         )
         self._engine.start()
         self._num_requests = 0
-        defaults = self._model.sampling_defaults
-        self._default_sampling = SamplingParams(**({} if defaults is None else defaults.given()))
+        self._default_sampling = SamplingParams(**self._model.sampling_defaults.given())
         self._rules = TokenRuleMaker(
             self._model.tokenizer,
             num_vocab=self._model.backend.num_vocab,

@@ -9,13 +9,17 @@ import re
 from collections import Counter
 from typing import Literal, NamedTuple
 
-import msgspec
-
 from neuron_di.config import WorkerAddressOptions
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.obs import LimitedLogger
 from neuron_di.types import WORKER_ID_PATTERN
-from neuron_di.wire import PROTOCOL_VERSION, RECORD_BYTES_MAX, WorkerRecord, record_decoder
+from neuron_di.wire import (
+    PROTOCOL_VERSION,
+    RECORD_BYTES_MAX,
+    WorkerRecord,
+    record_decoder,
+    record_head_decoder,
+)
 
 REFUSED_MAX = 64  # that are remembered by name
 COUNTED_MAX = 1 << 17  # that are remembered not to be counted again
@@ -33,16 +37,6 @@ class RefusedRecord(NamedTuple):
     key: str
     worker_id: str
     reason: str
-
-
-class _Named(msgspec.Struct, frozen=True):
-    """What any version's record has."""
-
-    protocol_version: int = 0
-    worker_id: str = ""
-
-
-_named_decoder = msgspec.json.Decoder(_Named)
 
 
 class _Unreadable(Exception):
@@ -151,11 +145,9 @@ class RecordReader:
     def _of_other_version(self, value: bytes, reason: str) -> _Unreadable:
         """Another version's record may be unreadable for no other reason."""
         try:
-            named = _named_decoder.decode(value)
-        except (msgspec.DecodeError, RecursionError):
+            head = record_head_decoder.decode(value)
+        except RemoteProtocolError:
             return _Unreadable("value", reason)
-        worker_id = named.worker_id if re.fullmatch(WORKER_ID_PATTERN, named.worker_id) else ""
-        if named.protocol_version in (0, PROTOCOL_VERSION):
-            return _Unreadable("value", reason, worker_id)
-        words = f"it speaks protocol version {named.protocol_version}, not {PROTOCOL_VERSION}"
-        return _Unreadable("version", words, worker_id)
+        worker_id = head.worker_id if re.fullmatch(WORKER_ID_PATTERN, head.worker_id) else ""
+        words = head.why_not_understood()
+        return _Unreadable("version" if words else "value", words or reason, worker_id)

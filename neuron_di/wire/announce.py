@@ -57,7 +57,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     # How the model's chat template writes tool calls; None: it does not.
     tool_format: ToolFormat | None = None
     reasoning: tuple[str, str] | None = None  # the tags around a model's reasoning, if it has any
-    sampling_defaults: SamplingDefaults | None = None  # None: OpenAI's
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     def key(self) -> str:
         return f"/workers/{self.role}/{self.host}/{self.api_port}"
@@ -74,6 +74,25 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
             signal_port=self.signal_port,
             signal_key=self.signal_key,
         )
+
+
+class RecordHead(msgspec.Struct, frozen=True):
+    """What any version's record has: more of it may be unreadable."""
+
+    protocol_version: int = 0  # 0: it does not say
+    worker_id: str = ""
+
+    def why_not_understood(self) -> str:
+        """In words; empty where it speaks our version, as far as it says."""
+        if self.protocol_version in (0, PROTOCOL_VERSION):
+            return ""
+        return f"it speaks protocol version {self.protocol_version}, not {PROTOCOL_VERSION}"
+
+
+class StatusHead(msgspec.Struct, frozen=True):
+    """What any version's status has."""
+
+    record: RecordHead
 
 
 class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,4 +143,10 @@ record_decoder: Decoder[WorkerRecord] = Decoder(
 )
 status_decoder: Decoder[WorkerStatus] = Decoder(
     WorkerStatus, bytes_max=STATUS_BYTES_MAX, as_json=True
+)
+record_head_decoder: Decoder[RecordHead] = Decoder(
+    RecordHead, bytes_max=RECORD_BYTES_MAX, as_json=True
+)
+status_head_decoder: Decoder[StatusHead] = Decoder(
+    StatusHead, bytes_max=STATUS_BYTES_MAX, as_json=True
 )

@@ -3,7 +3,7 @@
 import gc
 import os
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from neuron_di.backends import (
@@ -98,7 +98,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     backend: Backend
     pool_plan: PoolPlan | None = None  # where another worker may take the weights over
-    sampling_defaults: SamplingDefaults | None = None  # None: OpenAI's
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     def limits(self, options: EngineOptions) -> EngineOptions:
         """The options as its device takes them: a device may have blocks and chunks of its own."""
@@ -181,9 +181,9 @@ def load_model(
     )
 
 
-def _sampling_defaults(folder: Path, options: EngineOptions) -> SamplingDefaults | None:
+def _sampling_defaults(folder: Path, options: EngineOptions) -> SamplingDefaults:
     if options.sampling_defaults == "openai":
-        return None
+        return SamplingDefaults()
     defaults = read_sampling_defaults(folder)
     if values := defaults.given():
         _log.info("sampling_defaults", **values)

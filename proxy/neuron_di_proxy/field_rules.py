@@ -132,9 +132,7 @@ def sampling_of(
     """How tokens are chosen. Raises BadRequest for what is out of range."""
     if fields.length_penalty is not None or fields.prompt_logprobs is not None:
         _refuse_what_is_not_there(fields)
-    defaults = traits.sampling_defaults
-    given_fields: dict[str, Any] = {} if defaults is None else defaults.given()
-    given_fields |= {
+    given_fields: dict[str, Any] = {**traits.sampling_defaults} | {
         name: value
         for name, value in zip(_PASSED_ON, _get_passed_on(fields), strict=True)
         if value is not None

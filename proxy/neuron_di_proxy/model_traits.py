@@ -1,9 +1,10 @@
 """What the workers say of a model, as far as it decides which requests can be served."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from neuron_di.wire import SamplingDefaults, ToolFormat, WorkerRecord
+from neuron_di.wire import ToolFormat, WorkerRecord
 from neuron_di_proxy.known_models import KnownModels
 from neuron_di_proxy.route import Directory
 
@@ -16,7 +17,8 @@ class ModelTraits:
     reasoning: tuple[str, str] | None = None  # the tags around its reasoning
     num_vocab: int | None = None
     context_tokens: int | None = None  # of the worker that holds the most
-    sampling_defaults: SamplingDefaults | None = None
+    # Of `SamplingParams`, by name: what requests take that do not say.
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 FORMER_MAX = 64
@@ -60,7 +62,7 @@ def _traits_of(records: Sequence[WorkerRecord]) -> ModelTraits:
         reasoning=next((r.reasoning for r in records if r.reasoning is not None), None),
         num_vocab=_largest(record.num_vocab for record in records),
         context_tokens=_largest(record.context_tokens for record in records),
-        sampling_defaults=next((r.sampling_defaults for r in records if r.sampling_defaults), None),
+        sampling_defaults=next(filter(None, (r.sampling_defaults.given() for r in records)), {}),
     )
 
 

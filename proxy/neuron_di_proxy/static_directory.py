@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 from urllib.parse import urlsplit
 
-import msgspec
 from msgspec import structs
 
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.obs import LimitedLogger
 from neuron_di.registry import RefusedRecord, Supervised
-from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, status_decoder
+from neuron_di.wire import WorkerRecord, status_decoder, status_head_decoder
 from neuron_di_proxy.directory import LastWord
 from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.ticks import look_every
@@ -21,19 +20,6 @@ _log = LimitedLogger(__name__)
 
 ASK_INTERVAL_S = 1.0
 ASK_TIMEOUT_S = 1.0
-
-
-class _AnyRecord(msgspec.Struct):
-    """What any version's record has."""
-
-    protocol_version: int = PROTOCOL_VERSION
-
-
-class _AnyStatus(msgspec.Struct):
-    record: _AnyRecord
-
-
-_any_decoder = msgspec.json.Decoder(_AnyStatus)
 
 
 class _OtherVersionError(Exception):
@@ -160,12 +146,8 @@ class StaticDirectory:
 
 def _record_of(status: bytes) -> WorkerRecord:
     """Raises _OtherVersionError, or RemoteProtocolError for what no version says."""
-    try:
-        version = _any_decoder.decode(status).record.protocol_version
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        version = PROTOCOL_VERSION  # the next line says what is wrong with it
-    if version != PROTOCOL_VERSION:
-        raise _OtherVersionError(f"it speaks protocol version {version}, not {PROTOCOL_VERSION}")
+    if words := status_head_decoder.decode(status).record.why_not_understood():
+        raise _OtherVersionError(words)
     return status_decoder.decode(status).record
 
 

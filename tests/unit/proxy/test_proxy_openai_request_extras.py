@@ -9,7 +9,7 @@ from openai.types.chat import completion_create_params as chat_params
 from request_bodies import TRAITS, chat, completion
 
 from neuron_di.errors import BadRequest
-from neuron_di.wire import Grammar, PromptOptions, SamplingDefaults
+from neuron_di.wire import Grammar, PromptOptions
 from neuron_di.wire.legs import JSON_NULL
 from neuron_di_proxy.model_traits import ModelTraits
 from neuron_di_proxy.request_fields import (
@@ -356,7 +356,7 @@ ADVISED = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetit
 @BOTH
 def test_what_a_request_leaves_open_is_the_models_choice(read):
     """And what it says is its own, also where that is what goes without saying elsewhere."""
-    traits = ModelTraits(sampling_defaults=SamplingDefaults(**ADVISED))
+    traits = ModelTraits(sampling_defaults=ADVISED)
     nulls = dict.fromkeys(ADVISED)
     for sampling in (read(traits).sampling, read(traits, **nulls).sampling):
         assert {name: getattr(sampling, name) for name in ADVISED} == ADVISED
@@ -365,6 +365,6 @@ def test_what_a_request_leaves_open_is_the_models_choice(read):
     for fields in (own, own | {"top_k": -1}):
         sampling = read(traits, **fields).sampling
         assert {name: getattr(sampling, name) for name in own} == own
-    few = ModelTraits(sampling_defaults=SamplingDefaults(top_p=0.5))
+    few = ModelTraits(sampling_defaults={"top_p": 0.5})
     sampling = read(few, temperature=0).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.5, 0)
