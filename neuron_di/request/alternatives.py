@@ -67,8 +67,8 @@ class Alternatives:
         """Whether nothing can follow."""
         return all(each.matcher.is_stopped() for each in self._left)
 
-    def bitmask(self) -> bytes:
-        """A bit per token: whether any of them lets it come next."""
+    def bitmask(self) -> bytes | None:
+        """A bit per token: whether any of them lets it come next. None: each may."""
         first, *others = [each.matcher.compute_bitmask() for each in self._left]
         if not others:
             return first

@@ -9,7 +9,6 @@ These are the places where the proxy's reader finds calls.
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from neuron_di.request.alternatives import Alternative, Compiled
 from neuron_di.request.call_rules import OPEN_TAGS
@@ -33,24 +32,25 @@ class CallPlaces:
         self.pieces = vocabulary.token_bytes
         self._tag = tag.encode()
         self._marker = Marker(tag, vocabulary, may_trail=True)
-        self.any_token = _bitmask(np.ones(vocabulary.num_vocab, dtype=np.bool_))
         ends = list(vocabulary.eos_token_ids)  # of text, also in the midst of what may be a tag
         self._masks = [self._mask(num_matched, ends) for num_matched in range(len(self._tag))]
 
-    def _mask(self, num_matched: int, ends: list[int]) -> bytes:
+    def _mask(self, num_matched: int, ends: list[int]) -> bytes | None:
         may_come = np.ones(len(self.pieces), dtype=np.bool_)
         may_come[self._marker.forbidden_after(self._tag[:num_matched])] = False
         if num_matched == 0:
             may_come &= [not self.is_call(b"", piece) for piece in self.pieces]
         may_come[ends] = True
-        return _bitmask(may_come)
+        # As a rule no token brings a tag and more, and text is free.
+        return None if may_come.all() else np.packbits(may_come, bitorder="little").tobytes()
 
     def is_call(self, tail: bytes, piece: bytes) -> bool:
         """Whether a token is the first of a call that needs no tag."""
         return self.is_at_start and not tail and piece.lstrip(SPACES).startswith(b"{")
 
-    def tokens_of_text(self, tail: bytes) -> bytes:
-        """A bit per token: not those that bring more than a tag, nor those of `is_call`."""
+    def tokens_of_text(self, tail: bytes) -> bytes | None:
+        """A bit per token: not those that bring more than a tag, nor those of `is_call`. None: all
+        are."""
         return self._masks[self._marker.num_matched(tail)]
 
     def behind(self, tail: bytes, piece: bytes) -> tuple[bool, bytes | None]:
@@ -100,14 +100,14 @@ class CallsInText:
         """Whether nothing can follow."""
         return self._call is not None and self._call.is_stopped()
 
-    def bitmask(self) -> bytes:
-        """A bit per token: whether it may come next."""
+    def bitmask(self) -> bytes | None:
+        """A bit per token: whether it may come next. None: each may."""
         if self._call is not None:
             return self._call.compute_bitmask()
         if self._tail is None:
-            return self._places.any_token
+            return None
         mask = self._places.tokens_of_text(self._tail)
-        if not self._places.is_at_start or self._tail:
+        if mask is None or self._tail or not self._places.is_at_start:
             return mask
         first = self._new_call().compute_bitmask()
         masks = [np.frombuffer(each, np.uint8, len(mask)) for each in (mask, first)]
@@ -117,7 +117,8 @@ class CallsInText:
     def can_take(self, token_id: int) -> bool:
         if self._call is not None:
             return bool(self._call.validate_tokens([token_id]))
-        return bool(self.bitmask()[token_id // 8] >> token_id % 8 & 1)
+        mask = self.bitmask()
+        return mask is None or bool(mask[token_id // 8] >> token_id % 8 & 1)
 
     def take(self, token_id: int) -> bool:
         """False: it cannot come here, or the call came to an error. See `failed`."""
@@ -142,7 +143,3 @@ class CallsInText:
 
     def _new_call(self) -> "LLMatcher":
         return self._compiled.matcher.deep_copy()
-
-
-def _bitmask(is_set: npt.NDArray[np.bool_]) -> bytes:
-    return np.packbits(is_set, bitorder="little").tobytes()

@@ -116,6 +116,8 @@ class GrammarState:
         bitmask = self._grammars.bitmask()
         if (failed := self._grammars.failed) is not None:
             raise _dead_end(failed)
+        if bitmask is None:
+            return logits_V
         if self._stop_ids is not None and self._grammars.is_accepting:
             also.append(self._stop_ids)
         return self._row.keep(logits_V, bitmask, *also)
@@ -206,7 +208,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
         self._starts: OrderedDict[str, StartTag] = OrderedDict()
         self._ends: OrderedDict[tuple[str, bool], Marker] = OrderedDict()
-        self._places: dict[ToolFormat, CallPlaces] = {}
+        self._places: OrderedDict[ToolFormat, CallPlaces] = OrderedDict()
         self.num_compiled = 0
 
     def state_of(self, grammar: Grammar, stop_token_ids: Sequence[int] = ()) -> GrammarState:
@@ -227,9 +229,8 @@ class GrammarCompiler:
         if grammar.kind != "text":
             parts = [(compiled, grammar.param), (self._compiled_of(calls), calls.param)]
             return Alternatives(parts)
-        places = self._places.get(calls.format)
-        if places is None:
-            places = self._places[calls.format] = CallPlaces(calls.format, self._vocabulary)
+        words, tool_format = self._vocabulary, calls.format
+        places = _kept(self._places, tool_format, lambda: CallPlaces(tool_format, words))
         return CallsInText(compiled, places, param=calls.param, is_parallel=calls.is_parallel)
 
     def _compiled_of(self, part: Grammar | CallGrammar) -> Compiled:

@@ -3,8 +3,10 @@
 import json
 
 import numpy as np
-from tokenizer_kit import make_tokenizer
+import tokenizers
+from tokenizer_kit import byte_level_json, make_tokenizer
 
+from neuron_di.request import Tokenizer
 from neuron_di.request.grammar import GrammarCompiler
 from neuron_di.request.vocabulary import Vocabulary
 from neuron_di.wire import Grammar
@@ -58,3 +60,11 @@ class Kit:
             if state.accept(chosen):
                 raise AssertionError("it ended too soon")
             left = left[len(self.vocabulary.token_bytes[chosen]) :]
+
+
+def with_special_tokens(*texts):
+    """A vocabulary in which each of these is one."""
+    backend = tokenizers.Tokenizer.from_str(byte_level_json())
+    backend.add_special_tokens(list(texts))
+    tokenizer = Tokenizer(backend)
+    return Vocabulary(tokenizer, num_vocab=tokenizer.num_vocab, eos_token_ids=(EOS,))

@@ -6,12 +6,9 @@ import random
 import msgspec
 import numpy as np
 import pytest
-import tokenizers
-from grammar_kit import EOS, Kit
-from tokenizer_kit import byte_level_json
+from grammar_kit import EOS, Kit, with_special_tokens
 
 from neuron_di.errors import BadRequest, RemoteProtocolError
-from neuron_di.request import Tokenizer
 from neuron_di.request.grammar import GrammarCompiler
 from neuron_di.request.vocabulary import Vocabulary
 from neuron_di.wire import CallGrammar, Grammar
@@ -59,11 +56,7 @@ def kit():
 
 @pytest.fixture(scope="module")
 def special():
-    """A vocabulary in which each tag is a special token."""
-    backend = tokenizers.Tokenizer.from_str(byte_level_json())
-    backend.add_special_tokens([*TAGS.values(), "</tool_call>"])
-    tokenizer = Tokenizer(backend)
-    return Vocabulary(tokenizer, num_vocab=tokenizer.num_vocab, eos_token_ids=(EOS,))
+    return with_special_tokens(*TAGS.values(), "</tool_call>")
 
 
 def tool_use(call_format, parallel=None):

@@ -4,9 +4,10 @@ import json
 import random
 
 import msgspec
+import numpy as np
 import pytest
 import tokenizers
-from grammar_kit import EOS, Kit
+from grammar_kit import EOS, Kit, with_special_tokens
 from test_call_rules import ARGUMENTS, CALL, FORMATS, TAGS, TWO, allowed
 from tokenizer_kit import byte_level_json
 
@@ -30,11 +31,7 @@ def kit():
 
 @pytest.fixture(scope="module")
 def special():
-    """A vocabulary in which each tag is a special token."""
-    backend = tokenizers.Tokenizer.from_str(byte_level_json())
-    backend.add_special_tokens([*TAGS.values(), "</tool_call>"])
-    tokenizer = Tokenizer(backend)
-    return Vocabulary(tokenizer, num_vocab=tokenizer.num_vocab, eos_token_ids=(EOS,))
+    return with_special_tokens(*TAGS.values(), "</tool_call>")
 
 
 def use_of(call_format, parallel=None, f=ARGUMENTS, g=ODD, strict=("f",)):
@@ -133,6 +130,8 @@ def test_text_is_free(kit, special):
             for token_id in (i for i, piece in enumerate(pieces) if piece == b"a"):
                 state.accept(token_id)
             assert set(allowed(state, vocabulary)) == everything(vocabulary)
+            row = np.zeros(vocabulary.num_vocab, dtype=np.float32)
+            assert state.masked(row) is row, "nothing is copied"
 
 
 @pytest.mark.parametrize("call_format", ["hermes", "mistral"])
