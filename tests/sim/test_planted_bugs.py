@@ -14,7 +14,7 @@ SEEDS_MAX = 1000
 NOTICED_BY = {
     "layers that came early are believed": 21,
     "blocks are reused while they are written": 438,
-    "blocks are taken that were given up": 282,
+    "blocks are taken that were given up": 797,
     "a continuation starts from nothing": 49,
     "errors of the engine are dropped": 215,
     "nothing is tried again": 31,
@@ -22,7 +22,8 @@ NOTICED_BY = {
     "an ended decode leg forgets its hand-over": 32,
     "blocks that are given up look as before": 77,
     "a lost worker's legs are not told": 82,
-    "a worker that drains takes new legs": 45,
+    "decode's tokens overtake prefill's": 26,
+    "a worker that drains takes new legs": 61,
 }
 CAUGHT = []
 
