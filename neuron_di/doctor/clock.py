@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.finding import Fact, Finding
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.options import DoctorOptions
 
@@ -49,10 +49,9 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     try:
         clock = read_kernel_clock()
     except OSError as error:
-        yield Finding(
-            check="clock.synchronised",
-            grade=Grade.NOTE,
-            says=f"the kernel does not say whether the clock is synchronised: {error.strerror}",
+        yield Finding.note(
+            "clock.synchronised",
+            f"the kernel does not say whether the clock is synchronised: {error.strerror}",
         )
         return
     yield judged(clock, _daemon(machine))
@@ -80,24 +79,22 @@ def judged(clock: KernelClock, daemon: str) -> Finding:
     by = f" by {daemon}" if daemon else ""
     if not clock.is_synchronised:
         words = f"{daemon} runs, and has not found the time" if daemon else "nothing here sets it"
-        return Finding(
-            check="clock.synchronised",
-            grade=Grade.WARNING,
-            says=f"the clock is not synchronised: {words}; logs of several hosts cannot be "
+        return Finding.warning(
+            "clock.synchronised",
+            f"the clock is not synchronised: {words}; logs of several hosts cannot be "
             "compared, and certificates may be refused",
-            mend=_MEND,
+            _MEND,
             facts=facts,
         )
     words = f"the clock is synchronised{by}, to {clock.max_error_s:.3g} s at worst"
     if clock.max_error_s > ERROR_S_MAX:
-        return Finding(
-            check="clock.synchronised",
-            grade=Grade.WARNING,
-            says=words,
-            mend="Look at `chronyc tracking` and `chronyc sources`: its sources are far, or gone.",
+        return Finding.warning(
+            "clock.synchronised",
+            words,
+            "Look at `chronyc tracking` and `chronyc sources`: its sources are far, or gone.",
             facts=facts,
         )
-    return Finding(check="clock.synchronised", grade=Grade.OK, says=words, facts=facts)
+    return Finding.ok("clock.synchronised", words, facts=facts)
 
 
 def _daemon(machine: Machine) -> str:

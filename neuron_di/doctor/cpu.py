@@ -39,11 +39,10 @@ def _kernels() -> Finding:
     try:
         kernels = cpu_kernels.load()
     except cpu_kernels.KernelsNotBuilt:
-        return Finding(
-            check="cpu.kernels",
-            grade=Grade.WARNING,
-            says="the compiled CPU kernels do not load: --device cpu is slower, by torch alone",
-            mend=BUILD,
+        return Finding.warning(
+            "cpu.kernels",
+            "the compiled CPU kernels do not load: --device cpu is slower, by torch alone",
+            BUILD,
         )
     best = kernels.isas[-1]
     words = f"the compiled CPU kernels load, and use {best}"
@@ -64,11 +63,8 @@ def _compiled() -> Finding:
     broken = [name for name, fault in faults.items() if fault]
     facts = {"missing": missing, "broken": broken}
     if not missing and not broken:
-        return Finding(
-            check="cpu.compiled",
-            grade=Grade.OK,
-            says=f"all {len(_COMPILED)} other compiled modules load",
-            facts=facts,
+        return Finding.ok(
+            "cpu.compiled", f"all {len(_COMPILED)} other compiled modules load", facts=facts
         )
     is_fatal = any(name.startswith(_PROXY) for name in broken)
     effects = [_NO_PROXY] if is_fatal else []
@@ -110,25 +106,20 @@ def _torch(machine: Machine, options: DoctorOptions) -> Finding:
         import torch
     except (ImportError, OSError) as error:  # also a library of its own that does not load
         if options.device == "auto" and _is_absent(machine, error):
-            return Finding(
-                check="cpu.torch",
-                grade=Grade.WARNING,
-                says="torch is not installed: a proxy needs none, a worker does",
-                mend="For a proxy nothing; for a worker pip install torch, on a machine without a "
+            return Finding.warning(
+                "cpu.torch",
+                "torch is not installed: a proxy needs none, a worker does",
+                "For a proxy nothing; for a worker pip install torch, on a machine without a "
                 "GPU from PyTorch's CPU index, as the README says.",
             )
-        return Finding(
-            check="cpu.torch",
-            grade=Grade.FAILED,
-            says=f"torch does not load: {str(error)[:200]}",
-            mend="Install it again for this Python; on a machine without a GPU from PyTorch's CPU "
+        return Finding.failed(
+            "cpu.torch",
+            f"torch does not load: {str(error)[:200]}",
+            "Install it again for this Python; on a machine without a GPU from PyTorch's CPU "
             "index, as the README says.",
         )
-    return Finding(
-        check="cpu.torch",
-        grade=Grade.OK,
-        says=f"torch {torch.__version__} loads",
-        facts={"version": str(torch.__version__)},
+    return Finding.ok(
+        "cpu.torch", f"torch {torch.__version__} loads", facts={"version": str(torch.__version__)}
     )
 
 

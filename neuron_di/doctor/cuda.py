@@ -84,10 +84,9 @@ def _devices(
         )
         return
     of = f" of {len(on_bus)}" if count < len(on_bus) else ""
-    yield Finding(
-        check="cuda.devices",
-        grade=Grade.OK,
-        says=f"{count}{of} NVIDIA GPU{'s' * (count != 1 or bool(of))}, "
+    yield Finding.ok(
+        "cuda.devices",
+        f"{count}{of} NVIDIA GPU{'s' * (count != 1 or bool(of))}, "
         f"driver {driver or 'of unknown version'}",
         facts=facts | {"num_files": count},
     )
@@ -107,10 +106,9 @@ def _runtime(asked: Asked, *, is_wanted: bool) -> Finding:
             ),
         )
     major, minor = divmod(int(found["version"]), 1000)
-    return Finding(
-        check="cuda.runtime",
-        grade=Grade.OK,
-        says=f"CUDA {major}.{minor // 10} sees {counted(found['num_devices'], 'device')}",
+    return Finding.ok(
+        "cuda.runtime",
+        f"CUDA {major}.{minor // 10} sees {counted(found['num_devices'], 'device')}",
         facts=found,
     )
 
@@ -122,19 +120,17 @@ def _ipc(asked: Asked) -> Iterator[Finding]:
     failed = asked.failure("ipc")
     num_devices = asked.steps.of("runtime")["num_devices"]
     if failed is not None or len(found["shares"]) < num_devices:
-        yield Finding(
-            check="cuda.ipc",
-            grade=Grade.WARNING,
-            says=f"processes cannot share device memory here: {failed or 'CUDA says so'}",
-            mend="KV moves by way of the host (--transfer shm,tcp). In a virtual machine or with "
+        yield Finding.warning(
+            "cuda.ipc",
+            f"processes cannot share device memory here: {failed or 'CUDA says so'}",
+            "KV moves by way of the host (--transfer shm,tcp). In a virtual machine or with "
             "MIG this may be all that there is.",
             facts=found,
         )
     else:
-        yield Finding(
-            check="cuda.ipc",
-            grade=Grade.OK,
-            says="processes can share device memory"
+        yield Finding.ok(
+            "cuda.ipc",
+            "processes can share device memory"
             + (
                 f"; of {counted(len(found['apart']), 'pair')} of GPUs neither reads the other"
                 if found["apart"]
@@ -177,11 +173,8 @@ def _torch(asked: Asked, *, is_wanted: bool) -> Finding:
             ),
             facts=found,
         )
-    return Finding(
-        check="cuda.torch",
-        grade=Grade.OK,
-        says=f"torch {found['version']} with CUDA {found['cuda']}",
-        facts=found,
+    return Finding.ok(
+        "cuda.torch", f"torch {found['version']} with CUDA {found['cuda']}", facts=found
     )
 
 
@@ -200,12 +193,7 @@ def _capability(asked: Asked, *, is_wanted: bool) -> Iterator[Finding]:
     facts: dict[str, Fact] = {"capabilities": [list(each) for each in capabilities]}
     facts["too_old"] = list(old)
     if not old:
-        yield Finding(
-            check="cuda.capability",
-            grade=Grade.OK,
-            says=f"compute capability: {listed}",
-            facts=facts,
-        )
+        yield Finding.ok("cuda.capability", f"compute capability: {listed}", facts=facts)
         return
     others = [str(number) for number in range(len(capabilities)) if number not in old]
     yield Finding(
@@ -229,9 +217,7 @@ def _triton(asked: Asked, *, is_wanted: bool) -> Finding:
             says=f"Triton cannot be imported: {failed or asked.words or 'no answer'}",
             mend=_or_without("pip install '.[cuda]' in neuron-di's folder.", is_wanted=is_wanted),
         )
-    return Finding(
-        check="cuda.triton", grade=Grade.OK, says=f"Triton {found['version']}", facts=found
-    )
+    return Finding.ok("cuda.triton", f"Triton {found['version']}", facts=found)
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -33,9 +33,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     is_neuron = expects_neuron(machine, options)
     if not adapters and not is_neuron:
         if options.device == "auto":
-            yield Finding(
-                check="efa.adapters", grade=Grade.NOTE, says="this machine has no EFA adapters"
-            )
+            yield Finding.note("efa.adapters", "this machine has no EFA adapters")
         return
     row = INSTANCES.get(instance_type(machine))
     is_needed = needs_neuron(machine, options)
@@ -57,31 +55,28 @@ def _adapters(adapters: Sequence[PciDevice], row: Instance | None, *, is_needed:
     found = counted(count, "EFA adapter") if count else "no EFA adapter"
     facts: dict[str, Fact] = {"addresses": [adapter.address for adapter in adapters]}
     if row is None:
-        return Finding(check="efa.adapters", grade=Grade.NOTE, says=found, facts=facts)
+        return Finding.note("efa.adapters", found, facts=facts)
     facts["num_expected"] = row.num_efa
     if row.num_efa == 0:
-        return Finding(
-            check="efa.adapters",
-            grade=Grade.NOTE,
-            says=f"{row.name} has no EFA: KV goes by shared memory on one host, and by TCP between "
+        return Finding.note(
+            "efa.adapters",
+            f"{row.name} has no EFA: KV goes by shared memory on one host, and by TCP between "
             "hosts",
             facts=facts,
         )
     if count == 0 and not row.efa_of_device:
-        return Finding(
-            check="efa.adapters",
-            grade=Grade.NOTE,
-            says=f"no EFA adapter is attached; that of {row.name} would reach no device's memory: "
+        return Finding.note(
+            "efa.adapters",
+            f"no EFA adapter is attached; that of {row.name} would reach no device's memory: "
             "KV goes by way of the host either way",
             facts=facts,
         )
     if count == 0:
-        return Finding(
-            check="efa.adapters",
-            grade=Grade.WARNING,
-            says=f"no EFA adapter is attached, and {row.name} has {row.num_efa}: KV goes by way of "
+        return Finding.warning(
+            "efa.adapters",
+            f"no EFA adapter is attached, and {row.name} has {row.num_efa}: KV goes by way of "
             "the host",
-            mend=_LAUNCH,
+            _LAUNCH,
             facts=facts,
         )
     if count < row.num_efa:
@@ -93,7 +88,7 @@ def _adapters(adapters: Sequence[PciDevice], row: Instance | None, *, is_needed:
             mend=_LAUNCH,
             facts=facts,
         )
-    return Finding(check="efa.adapters", grade=Grade.OK, says=found, facts=facts)
+    return Finding.ok("efa.adapters", found, facts=facts)
 
 
 def _driver(
@@ -111,10 +106,9 @@ def _driver(
             facts={"addresses": bare},
         )
     else:
-        yield Finding(
-            check="efa.driver",
-            grade=Grade.OK,
-            says=f"the EFA driver is {version or 'loaded'}",
+        yield Finding.ok(
+            "efa.driver",
+            f"the EFA driver is {version or 'loaded'}",
             facts={"version": version or ""},
         )
 
@@ -154,21 +148,15 @@ def _verbs(
             facts=facts,
         )
     elif closed:
-        yield Finding(
-            check="efa.verbs",
-            grade=Grade.FAILED,
-            says=f"this user may not open {closed[0]}",
-            mend="Give everybody rights to read and write it, as AWS's EFA installer does by a "
+        yield Finding.failed(
+            "efa.verbs",
+            f"this user may not open {closed[0]}",
+            "Give everybody rights to read and write it, as AWS's EFA installer does by a "
             "udev rule.",
             facts=facts,
         )
     else:
-        yield Finding(
-            check="efa.verbs",
-            grade=Grade.OK,
-            says=counted(len(wanted), "EFA device file"),
-            facts=facts,
-        )
+        yield Finding.ok("efa.verbs", counted(len(wanted), "EFA device file"), facts=facts)
 
 
 def _pairs(machine: Machine, adapters: Sequence[PciDevice], row: Instance) -> Finding:
@@ -183,10 +171,9 @@ def _pairs(machine: Machine, adapters: Sequence[PciDevice], row: Instance) -> Fi
     facts: dict[str, Fact] = {"efa_of_device": dict(pairs), "devices_without": list(alone)}
     share = f"{row.devices_per_efa} devices by each adapter" if row.devices_per_efa > 1 else ""
     if strange:
-        return Finding(
-            check="efa.pairs",
-            grade=Grade.NOTE,
-            says=f"adapters at addresses that {row.name} is not known to have "
+        return Finding.note(
+            "efa.pairs",
+            f"adapters at addresses that {row.name} is not known to have "
             f"({', '.join(strange)}): which device sits by which, only the runtime tells",
             facts=facts | {"strange": list(strange)},
         )
@@ -203,11 +190,8 @@ def _pairs(machine: Machine, adapters: Sequence[PciDevice], row: Instance) -> Fi
             mend=_LAUNCH if are_here else f"For what runs here nothing, or --device cpu. {_LAUNCH}",
             facts=facts,
         )
-    return Finding(
-        check="efa.pairs",
-        grade=Grade.OK,
-        says=f"{share or 'one device by each adapter'}: {_listed(row)}",
-        facts=facts,
+    return Finding.ok(
+        "efa.pairs", f"{share or 'one device by each adapter'}: {_listed(row)}", facts=facts
     )
 
 
@@ -224,11 +208,10 @@ def _fabric(
 ) -> Iterator[Finding]:
     found = libfabric.look(machine)
     if found is None:
-        yield Finding(
-            check="efa.libfabric",
-            grade=Grade.WARNING,
-            says="there is no fi_info: whether libfabric sees the adapters is not known",
-            mend="Install libfabric with AWS's EFA installer, which a container needs too; it puts "
+        yield Finding.warning(
+            "efa.libfabric",
+            "there is no fi_info: whether libfabric sees the adapters is not known",
+            "Install libfabric with AWS's EFA installer, which a container needs too; it puts "
             "fi_info into /opt/amazon/efa/bin.",
         )
         return
@@ -244,10 +227,9 @@ def _fabric(
             facts=facts,
         )
     else:
-        yield Finding(
-            check="efa.libfabric",
-            grade=Grade.OK,
-            says=f"libfabric {found.version or 'of unknown version'} sees "
+        yield Finding.ok(
+            "efa.libfabric",
+            f"libfabric {found.version or 'of unknown version'} sees "
             f"{counted(len(found.domains), 'EFA adapter')}",
             facts=facts,
         )
@@ -258,25 +240,21 @@ def _fabric(
 def _memory(found: libfabric.Fabric) -> Finding:
     facts: dict[str, Fact] = {"num_cores": found.num_cores}
     if found.memory:
-        return Finding(
-            check="efa.memory",
-            grade=Grade.WARNING,
-            says=f"libfabric cannot reach Neuron memory (FI_HMEM_NEURON): {found.memory}",
-            mend="Use AWS's libfabric (/opt/amazon/efa) and let it find libnrt.so.1: "
+        return Finding.warning(
+            "efa.memory",
+            f"libfabric cannot reach Neuron memory (FI_HMEM_NEURON): {found.memory}",
+            "Use AWS's libfabric (/opt/amazon/efa) and let it find libnrt.so.1: "
             "LD_LIBRARY_PATH=/opt/aws/neuron/lib, and unset FI_HMEM_DISABLE_P2P.",
             facts=facts,
         )
     if found.is_undecided or not found.num_cores:
-        return Finding(
-            check="efa.memory",
-            grade=Grade.NOTE,
-            says="whether libfabric reaches Neuron memory shows only in a process that has cores",
+        return Finding.note(
+            "efa.memory",
+            "whether libfabric reaches Neuron memory shows only in a process that has cores",
             facts=facts,
         )
-    return Finding(
-        check="efa.memory",
-        grade=Grade.OK,
-        says="libfabric knows Neuron memory (FI_HMEM_NEURON), and "
-        f"{counted(found.num_cores, 'core')}",
+    return Finding.ok(
+        "efa.memory",
+        f"libfabric knows Neuron memory (FI_HMEM_NEURON), and {counted(found.num_cores, 'core')}",
         facts=facts,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from neuron_di.config import refused_variables
 from neuron_di.doctor.amounts import counted
-from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.options import DoctorOptions
 
@@ -28,11 +28,10 @@ def _ours(machine: Machine) -> Iterator[Finding]:
     refused = refused_variables(machine.environment)
     for name, words in refused.items():
         reason, _, _ = words.partition(", not ")  # what it must be, without what it is
-        yield Finding(
-            check="environment.ours",
-            grade=Grade.FAILED,
-            says=f"no server starts: {reason}",
-            mend=f"Correct {name}, or unset it.",
+        yield Finding.failed(
+            "environment.ours",
+            f"no server starts: {reason}",
+            f"Correct {name}, or unset it.",
             facts={"name": name},
         )
     names = sorted(
@@ -42,12 +41,7 @@ def _ours(machine: Machine) -> Iterator[Finding]:
         words = "no variable NEURON_DI_* is set"
         if names:
             words = f"{counted(len(names), 'variable')} of ours: {', '.join(names)}"
-        yield Finding(
-            check="environment.ours",
-            grade=Grade.OK,
-            says=words,
-            facts={"names": list(names)},
-        )
+        yield Finding.ok("environment.ours", words, facts={"names": list(names)})
 
 
 def _http_proxy(machine: Machine) -> Finding:
@@ -59,27 +53,23 @@ def _http_proxy(machine: Machine) -> Finding:
     }
     exempt = {name.strip() for name in proxies.get("no", "").split(",")}
     if "http" in proxies and not exempt & {"127.0.0.1", "*"}:
-        return Finding(
-            check="environment.http_proxy",
-            grade=Grade.WARNING,
-            says="`neuron-di status`, `top`, `drain` and `role` go by the HTTP proxy of "
+        return Finding.warning(
+            "environment.http_proxy",
+            "`neuron-di status`, `top`, `drain` and `role` go by the HTTP proxy of "
             "http_proxy, also to this machine",
-            mend="Add 127.0.0.1, localhost and the hosts of the cluster to no_proxy.",
+            "Add 127.0.0.1, localhost and the hosts of the cluster to no_proxy.",
         )
     words = "the HTTP proxy is not asked" if "http" in proxies else "no HTTP proxy is asked"
-    return Finding(
-        check="environment.http_proxy", grade=Grade.OK, says=f"{words} for what runs here"
-    )
+    return Finding.ok("environment.http_proxy", f"{words} for what runs here")
 
 
 def _binding(machine: Machine) -> Iterator[Finding]:
     for name in _BINDING:
         if machine.environment.get(name, "").lower() not in _NOT_BOUND:
-            yield Finding(
-                check="environment.binding",
-                grade=Grade.WARNING,
-                says=f"{name} is set: each worker binds itself to the same first cores, and they "
+            yield Finding.warning(
+                "environment.binding",
+                f"{name} is set: each worker binds itself to the same first cores, and they "
                 "wait for each other",
-                mend=f"Unset {name}; `neuron-di serve --pin` gives each worker cores of its own.",
+                f"Unset {name}; `neuron-di serve --pin` gives each worker cores of its own.",
                 facts={"name": name},
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from neuron_di.config import EtcdOptions, is_loopback
 from neuron_di.config.value import split_address
-from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.options import DoctorOptions
 from neuron_di.errors import ConfigError, NeuronDiError
@@ -27,11 +27,7 @@ _INSTALL = "Install etcd (Debian and Ubuntu: apt-get install etcd-server), or na
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     """Skipped without --etcd. With `auto` an etcd of our own is started, tried and ended."""
     if not options.etcd.etcd:
-        yield Finding(
-            check="etcd.member",
-            grade=Grade.SKIPPED,
-            says="no --etcd was given; on one machine none is needed",
-        )
+        yield Finding.skipped("etcd.member", "no --etcd was given; on one machine none is needed")
         return
     try:
         from neuron_di.doctor.etcd_probe import probe_members  # loads its packages
@@ -39,11 +35,10 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
 
         security = security_of(options.etcd)
     except ConfigError as error:
-        yield Finding(
-            check="etcd.options",
-            grade=Grade.FAILED,
-            says=error.message,
-            mend="Correct the file that it names, or install the packages.",
+        yield Finding.failed(
+            "etcd.options",
+            error.message,
+            "Correct the file that it names, or install the packages.",
         )
         return
     yield from _secrets(options.etcd)
@@ -74,21 +69,19 @@ def _secrets(options: EtcdOptions) -> Iterator[Finding]:
         ("--etcd-key", options.etcd_key),
     ):
         if path is not None and os.stat(path).st_mode & _OTHERS_MAY_READ:
-            yield Finding(
-                check="etcd.secret",
-                grade=Grade.WARNING,
-                says=f"other users of this machine may read the file of {flag}",
-                mend="chmod 600, for the user that the server runs as.",
+            yield Finding.warning(
+                "etcd.secret",
+                f"other users of this machine may read the file of {flag}",
+                "chmod 600, for the user that the server runs as.",
                 facts={"flag": flag},
             )
     if options.etcd_password_file is None or options.etcd_ca is not None:
         return
     if not all(is_loopback(split_address(each)[0]) for each in options.etcd):
-        yield Finding(
-            check="etcd.secret",
-            grade=Grade.WARNING,
-            says="the password for etcd crosses the network in the clear",
-            mend="Give --etcd-ca, of an etcd that speaks TLS.",
+        yield Finding.warning(
+            "etcd.secret",
+            "the password for etcd crosses the network in the clear",
+            "Give --etcd-ca, of an etcd that speaks TLS.",
         )
 
 
@@ -99,23 +92,19 @@ def _auto(machine: Machine, options: EtcdOptions, security: "Security") -> Itera
         says = "there is no program etcd, which --etcd auto starts"
         if ran is not None:
             says = "the program etcd does not say its version"
-        yield Finding(check="etcd.program", grade=Grade.FAILED, says=says, mend=_INSTALL)
+        yield Finding.failed("etcd.program", says, _INSTALL)
         return
-    yield Finding(
-        check="etcd.program",
-        grade=Grade.OK,
-        says=f"the program etcd is version {found[1]}",
-        facts={"version": found[1]},
+    yield Finding.ok(
+        "etcd.program", f"the program etcd is version {found[1]}", facts={"version": found[1]}
     )
     try:
         yield from _as_they_come(_started(options, security))
     except (NeuronDiError, OSError) as error:
         words = error.message if isinstance(error, NeuronDiError) else str(error)
-        yield Finding(
-            check="etcd.program",
-            grade=Grade.FAILED,
-            says=f"an etcd of our own does not start: {words}",
-            mend="It needs the loopback interface (ip link set lo up), some tens of open files "
+        yield Finding.failed(
+            "etcd.program",
+            f"an etcd of our own does not start: {words}",
+            "It needs the loopback interface (ip link set lo up), some tens of open files "
             "(ulimit -n) and room in TMPDIR.",
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import EtcdOptions
 from neuron_di.doctor.etcd_door import Door, knock
-from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.finding import Fact, Finding
 from neuron_di.errors import NeuronDiError, PeerTimeout, RemoteProtocolError
 from neuron_di.etcd.client import EtcdClient, MemberStatus
 from neuron_di.etcd.failures import PermissionDenied
@@ -85,31 +85,28 @@ def _of_member(member: _Member) -> Finding:
     facts |= {"version": status.version, "db_bytes": status.db_size, "errors": list(status.errors)}
     says = f"{member.address} is etcd {status.version}"
     if status.leader == 0 or _NO_LEADER in " ".join(status.errors):
-        return Finding(
-            check="etcd.member",
-            grade=Grade.FAILED,
-            says=f"{says}, and sees no leader: it takes no writes",
-            mend="Start the other members: more than half of them must run and reach each other.",
+        return Finding.failed(
+            "etcd.member",
+            f"{says}, and sees no leader: it takes no writes",
+            "Start the other members: more than half of them must run and reach each other.",
             facts=facts,
         )
     if status.errors:
-        return Finding(
-            check="etcd.member",
-            grade=Grade.FAILED,
-            says=f"{says}, and raises an alarm: {', '.join(status.errors)[:200]}",
-            mend="NOSPACE: compact and defragment it, or raise its --quota-backend-bytes, then "
+        return Finding.failed(
+            "etcd.member",
+            f"{says}, and raises an alarm: {', '.join(status.errors)[:200]}",
+            "NOSPACE: compact and defragment it, or raise its --quota-backend-bytes, then "
             "`etcdctl alarm disarm`. CORRUPT: replace that member.",
             facts=facts,
         )
     if not _is_good(status.version):
-        return Finding(
-            check="etcd.member",
-            grade=Grade.WARNING,
-            says=f"{says}, of those that can lose data or were not tried",
-            mend="Use 3.4.22 or later, or 3.5.6 or later (docs/etcd.md).",
+        return Finding.warning(
+            "etcd.member",
+            f"{says}, of those that can lose data or were not tried",
+            "Use 3.4.22 or later, or 3.5.6 or later (docs/etcd.md).",
             facts=facts,
         )
-    return Finding(check="etcd.member", grade=Grade.OK, says=says, facts=facts)
+    return Finding.ok("etcd.member", says, facts=facts)
 
 
 def _not_reached(member: _Member, facts: dict[str, Fact]) -> Finding:
@@ -117,12 +114,8 @@ def _not_reached(member: _Member, facts: dict[str, Fact]) -> Finding:
     if not why:
         assert member.error is not None
         why, mend = member.error.message, _mend_of(member.error)
-    return Finding(
-        check="etcd.member",
-        grade=Grade.FAILED,
-        says=f"{member.address} cannot be used: {why}",
-        mend=mend,
-        facts=facts,
+    return Finding.failed(
+        "etcd.member", f"{member.address} cannot be used: {why}", mend, facts=facts
     )
 
 
@@ -152,11 +145,10 @@ def _is_skewed(member: _Member) -> bool:
 def _skewed(member: _Member, skew_s: float | None) -> Finding:
     assert skew_s is not None
     way = "ahead of" if skew_s > 0 else "behind"
-    return Finding(
-        check="etcd.clock",
-        grade=Grade.WARNING,
-        says=f"the clock of {member.address} is {abs(skew_s):g} s {way} this machine's",
-        mend="Let both hosts follow the same source of time: chrony.",
+    return Finding.warning(
+        "etcd.clock",
+        f"the clock of {member.address} is {abs(skew_s):g} s {way} this machine's",
+        "Let both hosts follow the same source of time: chrony.",
         facts={"address": member.address, "skew_s": skew_s},
     )
 
@@ -166,12 +158,11 @@ def _together(members: list[_Member]) -> list[Finding]:
     if len(clusters) < 2:
         return []
     return [
-        Finding(
-            check="etcd.clusters",
-            grade=Grade.FAILED,
-            says=f"--etcd names members of {len(clusters)} different clusters: workers would not "
+        Finding.failed(
+            "etcd.clusters",
+            f"--etcd names members of {len(clusters)} different clusters: workers would not "
             "find each other",
-            mend="Name members of one cluster only: `etcdctl member list` shows them.",
+            "Name members of one cluster only: `etcdctl member list` shows them.",
             facts={"addresses": [member.address for member in members]},
         )
     ]
@@ -199,24 +190,21 @@ async def _write(client: EtcdClient, key: bytes, prefix: str) -> Finding:
     except PermissionDenied as error:
         return await _may_not_write(client, key, prefix, error)
     except NeuronDiError as error:
-        return Finding(
-            check="etcd.write",
-            grade=Grade.FAILED,
-            says=f"a worker could not announce itself below {prefix}: {error.message}",
-            mend=_mend_of(error),
+        return Finding.failed(
+            "etcd.write",
+            f"a worker could not announce itself below {prefix}: {error.message}",
+            _mend_of(error),
         )
     if found is None or found.value != str(NUM_WRITES - 1).encode() or num_deleted != 1:
-        return Finding(
-            check="etcd.write",
-            grade=Grade.FAILED,
-            says=f"a key that was written below {prefix} was not there when it was read",
-            mend="Look what deletes keys there, and whether all members are of one cluster.",
+        return Finding.failed(
+            "etcd.write",
+            f"a key that was written below {prefix} was not there when it was read",
+            "Look what deletes keys there, and whether all members are of one cluster.",
         )
     write_ms = statistics.median(took_ms)
-    return Finding(
-        check="etcd.write",
-        grade=Grade.OK,
-        says=f"a key below {prefix} was written under a lease, read and deleted; a write took "
+    return Finding.ok(
+        "etcd.write",
+        f"a key below {prefix} was written under a lease, read and deleted; a write took "
         f"{write_ms:.1f} ms",
         facts={"write_ms": round(write_ms, 3), "write_ms_most": round(max(took_ms), 3)},
     )
@@ -228,17 +216,12 @@ async def _may_not_write(
     try:
         await client.get(key)
     except NeuronDiError:
-        return Finding(
-            check="etcd.write",
-            grade=Grade.FAILED,
-            says=f"our user may neither read nor write below {prefix}/",
-            mend=_mend_of(error),
+        return Finding.failed(
+            "etcd.write", f"our user may neither read nor write below {prefix}/", _mend_of(error)
         )
-    return Finding(
-        check="etcd.write",
-        grade=Grade.WARNING,
-        says=f"our user may read below {prefix}/ and not write: enough for a proxy, not for a "
-        "worker",
-        mend="Run the doctor as a worker's user too, or grant readwrite: "
+    return Finding.warning(
+        "etcd.write",
+        f"our user may read below {prefix}/ and not write: enough for a proxy, not for a worker",
+        "Run the doctor as a worker's user too, or grant readwrite: "
         "examples/certificates/make_users.sh.",
     )

@@ -4,13 +4,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 _CHECK = re.compile(r"[a-z]+(\.[a-z0-9_]+)+")
 
 Fact = str | int | float | bool | None | list[Any] | dict[str, Any]
+_Facts = Mapping[str, Fact]
+
+_NO_FACTS: _Facts = {}
 
 
 class Grade(StrEnum):
@@ -40,12 +43,32 @@ class Finding:
     grade: Grade
     says: str
     mend: str = ""
-    facts: Mapping[str, Fact] = field(default_factory=dict)
+    facts: _Facts = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert _CHECK.fullmatch(self.check), self.check
         assert self.says, self.check
         assert self.mend or not self.grade.needs_mend, f"{self.check} says no mend"
+
+    @classmethod
+    def ok(cls, check: str, says: str, *, facts: _Facts = _NO_FACTS) -> Self:
+        return cls(check=check, grade=Grade.OK, says=says, facts=facts)
+
+    @classmethod
+    def note(cls, check: str, says: str, mend: str = "", *, facts: _Facts = _NO_FACTS) -> Self:
+        return cls(check=check, grade=Grade.NOTE, says=says, mend=mend, facts=facts)
+
+    @classmethod
+    def warning(cls, check: str, says: str, mend: str, *, facts: _Facts = _NO_FACTS) -> Self:
+        return cls(check=check, grade=Grade.WARNING, says=says, mend=mend, facts=facts)
+
+    @classmethod
+    def failed(cls, check: str, says: str, mend: str, *, facts: _Facts = _NO_FACTS) -> Self:
+        return cls(check=check, grade=Grade.FAILED, says=says, mend=mend, facts=facts)
+
+    @classmethod
+    def skipped(cls, check: str, says: str, *, facts: _Facts = _NO_FACTS) -> Self:
+        return cls(check=check, grade=Grade.SKIPPED, says=says, facts=facts)
 
     @property
     def group(self) -> str:

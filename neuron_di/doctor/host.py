@@ -39,14 +39,13 @@ def _system(machine: Machine) -> Finding:
     kernel = machine.read("/proc/sys/kernel/osrelease")
     facts: dict[str, Fact] = {"name": name, "kernel": kernel or ""}
     if kernel is None:
-        return Finding(
-            check="host.system",
-            grade=Grade.FAILED,
-            says=f"{name} shows no Linux kernel in /proc",
-            mend="Use Linux, with /proc mounted: workers map each other's memory through it.",
+        return Finding.failed(
+            "host.system",
+            f"{name} shows no Linux kernel in /proc",
+            "Use Linux, with /proc mounted: workers map each other's memory through it.",
             facts=facts,
         )
-    return Finding(check="host.system", grade=Grade.OK, says=f"{name}, Linux {kernel}", facts=facts)
+    return Finding.ok("host.system", f"{name}, Linux {kernel}", facts=facts)
 
 
 def _cores(machine: Machine) -> Finding:
@@ -55,30 +54,23 @@ def _cores(machine: Machine) -> Finding:
     quota = core_quota(machine.read)
     facts: dict[str, Fact] = {"num_online": online, "num_allowed": allowed, "quota": quota}
     if quota is not None and quota < allowed:
-        return Finding(
-            check="host.cores",
-            grade=Grade.WARNING,
-            says=f"{counted(allowed, 'core')} may be used, but a control group gives time of "
+        return Finding.warning(
+            "host.cores",
+            f"{counted(allowed, 'core')} may be used, but a control group gives time of "
             f"{quota:g} only: workers start a thread for each core, and all of them stand still "
             "when the time is used up",
-            mend=f"Raise the container's CPU limit, or give --threads so that all workers together "
+            f"Raise the container's CPU limit, or give --threads so that all workers together "
             f"have {max(1, int(quota))}.",
             facts=facts,
         )
     if allowed < online:
-        return Finding(
-            check="host.cores",
-            grade=Grade.NOTE,
-            says=f"{allowed} of {counted(online, 'core')} may be used; `neuron-di worker` counts "
+        return Finding.note(
+            "host.cores",
+            f"{allowed} of {counted(online, 'core')} may be used; `neuron-di worker` counts "
             "all of them where it is not given --threads",
             facts=facts,
         )
-    return Finding(
-        check="host.cores",
-        grade=Grade.OK,
-        says=f"{counted(allowed, 'core')} may be used",
-        facts=facts,
-    )
+    return Finding.ok("host.cores", f"{counted(allowed, 'core')} may be used", facts=facts)
 
 
 def _memory(machine: Machine) -> Finding:
@@ -95,14 +87,13 @@ def _memory(machine: Machine) -> Finding:
         "limit_bytes": limit_bytes,
     }
     if available_bytes < MEMORY_BYTES_MIN:
-        return Finding(
-            check="host.memory",
-            grade=Grade.WARNING,
-            says=words,
-            mend="Free some memory: two workers need 1 GiB before they have a model.",
+        return Finding.warning(
+            "host.memory",
+            words,
+            "Free some memory: two workers need 1 GiB before they have a model.",
             facts=facts,
         )
-    return Finding(check="host.memory", grade=Grade.OK, says=words, facts=facts)
+    return Finding.ok("host.memory", words, facts=facts)
 
 
 def _descriptors(machine: Machine) -> Finding:
@@ -121,11 +112,8 @@ def _descriptors(machine: Machine) -> Finding:
             facts=facts,
         )
     most = "any number of" if limit.hard is None else f"{limit.hard:,}"
-    return Finding(
-        check="host.descriptors",
-        grade=Grade.OK,
-        says=f"a process may have {most} files and sockets open",
-        facts=facts,
+    return Finding.ok(
+        "host.descriptors", f"a process may have {most} files and sockets open", facts=facts
     )
 
 
@@ -142,32 +130,30 @@ def _locked_memory(machine: Machine) -> Finding:
     if limit.soft is not None and not is_exempt:
         words = f"{in_bytes(limit.soft)} of memory may be locked"
     if limit.soft is not None and not is_exempt and adapters:
-        return Finding(
-            check="host.locked_memory",
-            grade=Grade.WARNING,
-            says=f"{words}, and memory that an RDMA adapter such as EFA moves counts as locked",
-            mend="Set the limit memlock to unlimited for this user (LimitMEMLOCK=infinity of a "
+        return Finding.warning(
+            "host.locked_memory",
+            f"{words}, and memory that an RDMA adapter such as EFA moves counts as locked",
+            "Set the limit memlock to unlimited for this user (LimitMEMLOCK=infinity of a "
             "systemd unit, --ulimit memlock=-1 of a container), and log in anew.",
             facts=facts,
         )
-    return Finding(check="host.locked_memory", grade=Grade.OK, says=words, facts=facts)
+    return Finding.ok("host.locked_memory", words, facts=facts)
 
 
 def _shared_memory(machine: Machine) -> Finding:
     room = machine.room("/dev/shm")  # noqa: S108 - to be looked at
     if room is None:
-        return Finding(
-            check="host.shared_memory",
-            grade=Grade.NOTE,
-            says="there is no /dev/shm; neuron-di needs none, libraries such as NIXL's UCX may",
+        return Finding.note(
+            "host.shared_memory",
+            "there is no /dev/shm; neuron-di needs none, libraries such as NIXL's UCX may",
             facts={"num_bytes": 0},
         )
     facts: dict[str, Fact] = {"num_bytes": room.num_bytes, "free_bytes": room.free_bytes}
     words = f"{in_bytes(room.free_bytes)} of {in_bytes(room.num_bytes)} are free in /dev/shm"
     if room.free_bytes < SHARED_BYTES_MIN:
         words += "; neuron-di needs none of it, libraries such as NIXL's UCX may"
-        return Finding(check="host.shared_memory", grade=Grade.NOTE, says=words, facts=facts)
-    return Finding(check="host.shared_memory", grade=Grade.OK, says=words, facts=facts)
+        return Finding.note("host.shared_memory", words, facts=facts)
+    return Finding.ok("host.shared_memory", words, facts=facts)
 
 
 def _huge_pages(machine: Machine) -> Finding:
@@ -188,9 +174,9 @@ def _huge_pages(machine: Machine) -> Finding:
         if machine.names("/sys/class/infiniband/*"):
             words += "; libfabric's EFA provider then takes small ones, of which an adapter can "
             words += "register fewer bytes (EFA's installer reserves some)"
-            return Finding(check="host.huge_pages", grade=Grade.NOTE, says=words, facts=facts)
+            return Finding.note("host.huge_pages", words, facts=facts)
         words += ", and nothing here needs any"
-    return Finding(check="host.huge_pages", grade=Grade.OK, says=words, facts=facts)
+    return Finding.ok("host.huge_pages", words, facts=facts)
 
 
 def _disks(machine: Machine) -> Iterator[Finding]:
@@ -198,11 +184,10 @@ def _disks(machine: Machine) -> Iterator[Finding]:
     temporary = environment.get("TMPDIR") or tempfile.gettempdir()
     cache = environment.get("XDG_CACHE_HOME") or environment.get("HOME") or "/"
     if machine.room(temporary) is None:
-        yield Finding(
-            check="host.disk.temporary",
-            grade=Grade.WARNING,
-            says="the folder that TMPDIR names is not there",
-            mend="Make it, or unset TMPDIR.",
+        yield Finding.warning(
+            "host.disk.temporary",
+            "the folder that TMPDIR names is not there",
+            "Make it, or unset TMPDIR.",
         )
     else:
         yield _disk(machine, "temporary", "temporary files", temporary, "TMPDIR")
@@ -218,22 +203,20 @@ def _disk(machine: Machine, name: str, words: str, path: str, variable: str) -> 
     facts: dict[str, Fact] = {"free_bytes": room.free_bytes, "num_bytes": room.num_bytes}
     says = f"{in_bytes(room.free_bytes)} are free on the disk for {words}".rstrip(",")
     if not machine.may_write(folder):
-        return Finding(
-            check=f"host.disk.{name}",
-            grade=Grade.WARNING,
-            says=f"this user may not write in the folder for {words}".rstrip(","),
-            mend=f"Name a folder of this user's with {variable}.",
+        return Finding.warning(
+            f"host.disk.{name}",
+            f"this user may not write in the folder for {words}".rstrip(","),
+            f"Name a folder of this user's with {variable}.",
             facts=facts,
         )
     if room.free_bytes < DISK_BYTES_MIN:
-        return Finding(
-            check=f"host.disk.{name}",
-            grade=Grade.WARNING,
-            says=says,
-            mend=f"Free some room, or name a folder on a larger disk with {variable}.",
+        return Finding.warning(
+            f"host.disk.{name}",
+            says,
+            f"Free some room, or name a folder on a larger disk with {variable}.",
             facts=facts,
         )
-    return Finding(check=f"host.disk.{name}", grade=Grade.OK, says=says, facts=facts)
+    return Finding.ok(f"host.disk.{name}", says, facts=facts)
 
 
 def _status(machine: Machine, name: str) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from neuron_di.config import DoctorOptions
-from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import needs_neuron
 from neuron_di.neuron_releases import AWS_INDEX, sdks_of
@@ -37,19 +37,17 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     version = found[0] if found else (machine.package(_PROGRAM) or "")
     sdks = sdks_of("compiler", version)
     of_sdk = f", of SDK {' or '.join(reversed(sdks))}" if sdks else ""
-    yield Finding(
-        check="neuron.compiler",
-        grade=Grade.OK,
-        says=f"the compiler is {version or 'of a version that it does not tell'}{of_sdk}",
+    yield Finding.ok(
+        "neuron.compiler",
+        f"the compiler is {version or 'of a version that it does not tell'}{of_sdk}",
         facts={"path": machine.program(_PROGRAM), "version": version, "sdks": list(sdks)},
     )
 
 
 def _unusable(says: str) -> Finding:
-    return Finding(
-        check="neuron.compiler",
-        grade=Grade.WARNING,
-        says=says,
-        mend=f"pip install neuronx-cc --extra-index-url {AWS_INDEX}, or activate the virtual "
+    return Finding.warning(
+        "neuron.compiler",
+        says,
+        f"pip install neuronx-cc --extra-index-url {AWS_INDEX}, or activate the virtual "
         f"environment that has it. {_ELSEWHERE}",
     )

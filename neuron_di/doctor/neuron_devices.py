@@ -41,11 +41,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     """Instance, devices, access to them, their health, cores, and who has them open."""
     if not expects_neuron(machine, options):
         if options.device == "auto":
-            yield Finding(
-                check="neuron.devices",
-                grade=Grade.NOTE,
-                says="this machine has no Neuron devices",
-            )
+            yield Finding.note("neuron.devices", "this machine has no Neuron devices")
         return
     row = INSTANCES.get(instance_type(machine))
     yield _instance(machine, row)
@@ -59,18 +55,16 @@ def _instance(machine: Machine, row: Instance | None) -> Finding:
     if row is None:
         found = sorted({NEURON_IDS[each.device_id] for each in neuron_devices(machine)})
         family = f", with devices of {', '.join(found)}" if found else ""
-        return Finding(
-            check="neuron.instance",
-            grade=Grade.NOTE,
-            says=f"not an instance type that is known here{family}: what it should have is unknown",
+        return Finding.note(
+            "neuron.instance",
+            f"not an instance type that is known here{family}: what it should have is unknown",
             facts={"families": found},
         )
     efa = counted(row.num_efa, "EFA adapter") if row.num_efa else "no EFA"
     devices = counted(row.num_devices, "device")
-    return Finding(
-        check="neuron.instance",
-        grade=Grade.NOTE,
-        says=f"{row.name}: {devices}, {counted(row.num_cores(), 'NeuronCore')}, {efa}",
+    return Finding.note(
+        "neuron.instance",
+        f"{row.name}: {devices}, {counted(row.num_cores(), 'NeuronCore')}, {efa}",
         facts={
             "instance": row.name,
             "num_devices": row.num_devices,
@@ -91,11 +85,10 @@ def _devices(machine: Machine, options: DoctorOptions, row: Instance | None) -> 
     num_shown = len(on_bus) or len(files)  # a bus that is hidden from a container shows nothing
     wanted = row.num_devices if row else num_shown
     if num_shown < wanted:
-        yield Finding(
-            check="neuron.devices",
-            grade=Grade.FAILED,
-            says=f"the PCI bus shows {len(on_bus)} of the instance's {wanted} Neuron devices",
-            mend=_RETIRE,
+        yield Finding.failed(
+            "neuron.devices",
+            f"the PCI bus shows {len(on_bus)} of the instance's {wanted} Neuron devices",
+            _RETIRE,
             facts=facts,
         )
     if not files:
@@ -114,31 +107,28 @@ def _devices(machine: Machine, options: DoctorOptions, row: Instance | None) -> 
                 facts=facts,
             )
     elif len(files) < len(on_bus):
-        yield Finding(
-            check="neuron.devices",
-            grade=Grade.WARNING,
-            says=f"this container has {len(files)} of {len(on_bus)} Neuron devices: the others "
+        yield Finding.warning(
+            "neuron.devices",
+            f"this container has {len(files)} of {len(on_bus)} Neuron devices: the others "
             "have no file in /dev",
-            mend="In a container that may be meant: it has the devices that it was given. Else "
+            "In a container that may be meant: it has the devices that it was given. Else "
             "load the driver anew: sudo rmmod neuron && sudo modprobe neuron.",
             facts=facts,
         )
     elif num_shown >= wanted:
-        yield Finding(
-            check="neuron.devices",
-            grade=Grade.OK,
-            says="1 Neuron device is there"
+        yield Finding.ok(
+            "neuron.devices",
+            "1 Neuron device is there"
             if len(files) == 1
             else f"{len(files)} Neuron devices are there",
             facts=facts,
         )
     if closed := [path for path in files if not may_use(machine, path)]:
-        yield Finding(
-            check="neuron.access",
-            grade=Grade.FAILED,
-            says=f"this user may not open {closed[0]}"
+        yield Finding.failed(
+            "neuron.access",
+            f"this user may not open {closed[0]}"
             + (f" and {counted(len(closed) - 1, 'other')}" if len(closed) > 1 else ""),
-            mend="Join the group that owns /dev/neuron*, or change the udev rule that gives it "
+            "Join the group that owns /dev/neuron*, or change the udev rule that gives it "
             "those rights.",
             facts={"devices": closed},
         )
@@ -148,26 +138,23 @@ def _no_devices(machine: Machine, options: DoctorOptions) -> Finding:
     """Nothing on the bus and in /dev, and yet somebody says that there must be some."""
     asked = ask_library(machine, options)
     if (failed := asked.failure("total")) is not None:
-        return Finding(
-            check="neuron.devices",
-            grade=Grade.SKIPPED,
-            says=f"the PCI bus has none, and the runtime cannot be asked: {failed}",
+        return Finding.skipped(
+            "neuron.devices",
+            f"the PCI bus has none, and the runtime cannot be asked: {failed}",
             facts={"num_on_bus": 0, "num_files": 0},
         )
     if total := asked.steps.of("total").get("num_cores", 0):
-        return Finding(
-            check="neuron.devices",
-            grade=Grade.NOTE,
-            says="the PCI bus has no Neuron devices, and the runtime counts "
+        return Finding.note(
+            "neuron.devices",
+            "the PCI bus has no Neuron devices, and the runtime counts "
             f"{counted(total, 'NeuronCore')}: "
             "a simulator, or devices that are hidden from here",
             facts={"num_on_bus": 0, "num_files": 0, "num_cores": total},
         )
-    return Finding(
-        check="neuron.devices",
-        grade=Grade.FAILED,
-        says="this machine has no Neuron devices",
-        mend="Use an Inf2, Trn1 or Trn2 instance, or --device auto.",
+    return Finding.failed(
+        "neuron.devices",
+        "this machine has no Neuron devices",
+        "Use an Inf2, Trn1 or Trn2 instance, or --device auto.",
         facts={"num_on_bus": 0, "num_files": 0},
     )
 
@@ -238,12 +225,11 @@ def _cores(machine: Machine, options: DoctorOptions, row: Instance | None) -> It
             facts=facts,
         )
         return
-    yield Finding(
-        check="neuron.cores",
-        grade=Grade.WARNING,
-        says=f"the runtime counts {counted(total, 'NeuronCore')}{share}, and this "
+    yield Finding.warning(
+        "neuron.cores",
+        f"the runtime counts {counted(total, 'NeuronCore')}{share}, and this "
         f"{'container' if is_part else 'instance'} has {wanted}",
-        mend=f"Count anew by {LOGICAL_CORES}, which says how many physical cores are one, and by "
+        f"Count anew by {LOGICAL_CORES}, which says how many physical cores are one, and by "
         "the devices that a container was given.",
         facts=facts | {"num_expected": wanted},
     )
@@ -258,11 +244,10 @@ def _unanswered(asked: Asked) -> Iterator[Finding]:
     }
     if failures:
         named = "; ".join(f"{step}: {failed}" for step, failed in failures.items())
-        yield Finding(
-            check="neuron.answers",
-            grade=Grade.WARNING,
-            says=f"the runtime does not answer what it is asked without a core ({named})",
-            mend="Install driver (aws-neuronx-dkms) and runtime (aws-neuronx-runtime-lib) of one "
+        yield Finding.warning(
+            "neuron.answers",
+            f"the runtime does not answer what it is asked without a core ({named})",
+            "Install driver (aws-neuronx-dkms) and runtime (aws-neuronx-runtime-lib) of one "
             "release; NEURON_RT_VISIBLE_CORES and NEURON_RT_NUM_CORES, if set, name what this host "
             "has.",
             facts={"steps": failures},
@@ -287,11 +272,10 @@ def _users(machine: Machine) -> Iterator[Finding]:
     names = {user["pid"]: user["name"] for each in users.values() for user in each}
     words = [f"{name} ({pid})" for pid, name in list(names.items())[:_USERS_MAX]]
     more = f" and {len(names) - _USERS_MAX} more" if len(names) > _USERS_MAX else ""
-    yield Finding(
-        check="neuron.users",
-        grade=Grade.NOTE,
-        says=f"{counted(len(users), 'device')} {'is' if len(users) == 1 else 'are'} open in other "
+    yield Finding.note(
+        "neuron.users",
+        f"{counted(len(users), 'device')} {'is' if len(users) == 1 else 'are'} open in other "
         f"processes: {', '.join(words)}{more}",
-        mend="Their cores are theirs until they end: name others with NEURON_RT_VISIBLE_CORES.",
+        "Their cores are theirs until they end: name others with NEURON_RT_VISIBLE_CORES.",
         facts={"devices": {str(device): found for device, found in users.items()}},
     )

@@ -32,15 +32,15 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     if not expects_neuron(machine, options):
         return
     if not needs_neuron(machine, options):
-        yield _skipped("no Neuron device is in /dev here")
+        yield Finding.skipped("neuron.memory", "no Neuron device is in /dev here")
         return
     library = ask_library(machine, options)
     if library.has_timed_out:
-        yield _skipped("the runtime hangs when it is asked without a core")
+        yield Finding.skipped("neuron.memory", "the runtime hangs when it is asked without a core")
         return
     total = library.steps.of("total").get("num_cores", 0)
     if not total:
-        yield _skipped("the runtime counts no NeuronCores")
+        yield Finding.skipped("neuron.memory", "the runtime counts no NeuronCores")
         return
     taken = []
     try:
@@ -51,45 +51,39 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
                 yield from _of_core(machine, options, lnc, asked)
                 return
     except ConfigError as error:
-        yield _skipped(f"no core may be used: {error.message}")
+        yield Finding.skipped("neuron.memory", f"no core may be used: {error.message}")
         return
     tried = ", ".join(map(str, taken))
-    yield _skipped(f"other processes have the NeuronCores that were tried ({tried})")
-
-
-def _skipped(why: str) -> Finding:
-    return Finding(check="neuron.memory", grade=Grade.SKIPPED, says=why)
+    yield Finding.skipped(
+        "neuron.memory", f"other processes have the NeuronCores that were tried ({tried})"
+    )
 
 
 def _of_core(machine: Machine, options: DoctorOptions, lnc: int, asked: Asked) -> Iterator[Finding]:
     steps = asked.steps
     if (failed := asked.failure_in_full("runtime")) is not None or not steps.of("runtime"):
-        yield Finding(
-            check="neuron.memory",
-            grade=Grade.FAILED,
-            says=f"the runtime does not start on NeuronCore {lnc}: {failed or asked.words}",
-            mend="Name another core with NEURON_RT_VISIBLE_CORES, in case a process has this one; "
+        yield Finding.failed(
+            "neuron.memory",
+            f"the runtime does not start on NeuronCore {lnc}: {failed or asked.words}",
+            "Name another core with NEURON_RT_VISIBLE_CORES, in case a process has this one; "
             "load the driver (aws-neuronx-dkms) of the runtime's release. With "
             "NEURON_RT_LOG_LEVEL=INFO the runtime says more.",
             facts={"core": lnc},
         )
         return
     if (failed := asked.failure("memory")) is not None:
-        yield Finding(
-            check="neuron.memory",
-            grade=Grade.FAILED,
-            says=f"the memory of NeuronCore {lnc} does not do: {failed}",
-            mend="Reload the driver: sudo rmmod neuron && sudo modprobe neuron; if it stays, stop "
+        yield Finding.failed(
+            "neuron.memory",
+            f"the memory of NeuronCore {lnc} does not do: {failed}",
+            "Reload the driver: sudo rmmod neuron && sudo modprobe neuron; if it stays, stop "
             "and start the instance.",
             facts={"core": lnc},
         )
         return
     memory_bytes = steps.of("runtime")["memory_bytes"]
-    yield Finding(
-        check="neuron.memory",
-        grade=Grade.OK,
-        says=f"NeuronCore {lnc} has {memory_bytes / (1 << 30):.2f} GiB; a pattern went there and "
-        "back",
+    yield Finding.ok(
+        "neuron.memory",
+        f"NeuronCore {lnc} has {memory_bytes / (1 << 30):.2f} GiB; a pattern went there and back",
         facts={"core": lnc} | steps.of("runtime"),
     )
     row = INSTANCES.get(instance_type(machine))
@@ -106,11 +100,10 @@ def _closing(lnc: int, asked: Asked) -> Iterator[Finding]:
         if (failed := asked.failure(step)) is not None
     }
     if failures:
-        yield Finding(
-            check="neuron.close",
-            grade=Grade.WARNING,
-            says=f"NeuronCore {lnc} is not given back in order: {'; '.join(failures.values())}",
-            mend="Install driver and runtime of one release. A worker that does not end in order "
+        yield Finding.warning(
+            "neuron.close",
+            f"NeuronCore {lnc} is not given back in order: {'; '.join(failures.values())}",
+            "Install driver and runtime of one release. A worker that does not end in order "
             "may keep its cores a while.",
             facts={"core": lnc, "steps": failures},
         )
@@ -137,32 +130,27 @@ def _registration(
         return
     present = [adapter.address for adapter in efa_adapters(machine)]
     if attached is not None and present and attached not in present:
-        yield Finding(
-            check="neuron.registration",
-            grade=Grade.FAILED,
-            says=f"the EFA adapter {attached} belongs to NeuronCore {lnc}'s device, and this host "
+        yield Finding.failed(
+            "neuron.registration",
+            f"the EFA adapter {attached} belongs to NeuronCore {lnc}'s device, and this host "
             'does not have it: transfers end with "No matching NIC"',
-            mend="Launch the instance with all of its EFA adapters: one interface for each network "
+            "Launch the instance with all of its EFA adapters: one interface for each network "
             "card.",
             facts=facts | {"present": present},
         )
         return
     if no_dmabuf is not None:
-        yield Finding(
-            check="neuron.registration",
-            grade=Grade.WARNING,
-            says=f"the runtime gives no dma-buf of device memory: {no_dmabuf}",
-            mend="Install driver and runtime of one release; libfabric then falls back to an older "
+        yield Finding.warning(
+            "neuron.registration",
+            f"the runtime gives no dma-buf of device memory: {no_dmabuf}",
+            "Install driver and runtime of one release; libfabric then falls back to an older "
             "way of registration, where the kernel has it.",
             facts=facts,
         )
         return
     beside = f"EFA adapter {attached} sits by it" if attached else "which EFA sits by it is unknown"
-    yield Finding(
-        check="neuron.registration",
-        grade=Grade.OK,
-        says=f"the runtime exports device memory (dma-buf); {beside}",
-        facts=facts,
+    yield Finding.ok(
+        "neuron.registration", f"the runtime exports device memory (dma-buf); {beside}", facts=facts
     )
 
 
@@ -173,10 +161,9 @@ def _send_receive(
     failed = asked.failure_in_full("limits") or asked.failure_in_full("send_receive")
     if failed is None and "send_receive" in asked.steps.found:
         limits = asked.steps.of("limits")
-        yield Finding(
-            check="neuron.send_receive",
-            grade=Grade.OK,
-            says=f"send and receive opens on NeuronCore {lnc}: at most "
+        yield Finding.ok(
+            "neuron.send_receive",
+            f"send and receive opens on NeuronCore {lnc}: at most "
             f"{limits['communicators_max']} connections, {limits['pending_max']} requests on each",
             facts={"core": lnc} | limits,
         )

@@ -71,10 +71,9 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
 def _driver(machine: Machine, driver: str | None, bad_grade: Grade) -> Iterator[Finding]:
     if driver:
         sdks = sdks_of("driver", driver)
-        yield Finding(
-            check="neuron.driver",
-            grade=Grade.OK,
-            says=f"the driver is {driver}{_of(sdks)}",
+        yield Finding.ok(
+            "neuron.driver",
+            f"the driver is {driver}{_of(sdks)}",
             facts={"version": driver, "sdks": list(sdks)},
         )
     elif neuron_devices(machine):
@@ -133,36 +132,28 @@ def _runtime(asked: Asked, version: str, bad_grade: Grade) -> Iterator[Finding]:
         )
     else:
         words = f"{version}{_of(sdks)}" if version else "of a version that it does not tell"
-        yield Finding(
-            check="neuron.runtime",
-            grade=Grade.OK,
-            says=f"the runtime is {words}",
-            facts=facts,
-        )
+        yield Finding.ok("neuron.runtime", f"the runtime is {words}", facts=facts)
     yield from _functions(lacks, version)
 
 
 def _functions(lacks: list[str], version: str) -> Iterator[Finding]:
     """What a server does without, and what that costs."""
     if _SEND_RECEIVE in lacks:
-        yield Finding(
-            check="neuron.functions",
-            grade=Grade.WARNING,
-            says="the runtime has no send and receive: KV moves by way of the host",
-            mend="Install a newer aws-neuronx-runtime-lib for KV that goes from device to device.",
+        yield Finding.warning(
+            "neuron.functions",
+            "the runtime has no send and receive: KV moves by way of the host",
+            "Install a newer aws-neuronx-runtime-lib for KV that goes from device to device.",
         )
     if _ATTACHED_EFA in lacks:
-        yield Finding(
-            check="neuron.attached_efa",
-            grade=Grade.NOTE,
-            says="which EFA adapter sits by a device, only runtimes of SDK 2.29 and later tell",
+        yield Finding.note(
+            "neuron.attached_efa",
+            "which EFA adapter sits by a device, only runtimes of SDK 2.29 and later tell",
         )
     if version and overflows_at_4_gib(version):
-        yield Finding(
-            check="neuron.tensors",
-            grade=Grade.WARNING,
-            says="tensors of 4 GiB and more overflow in this runtime",
-            mend="Install a runtime 2.30 or later (SDK 2.28), or keep each KV tensor smaller: a "
+        yield Finding.warning(
+            "neuron.tensors",
+            "tensors of 4 GiB and more overflow in this runtime",
+            "Install a runtime 2.30 or later (SDK 2.28), or keep each KV tensor smaller: a "
             "larger --tp, or a smaller --decode-batch or --context-tokens.",
         )
 
@@ -179,12 +170,11 @@ def _pair(driver: str, runtime: str, family: str, bad_grade: Grade) -> Finding:
         )
     of_driver, of_runtime = sdks_of("driver", driver), sdks_of("runtime", runtime)
     if of_driver and of_runtime and not set(of_driver) & set(of_runtime):
-        return Finding(
-            check="neuron.pair",
-            grade=Grade.WARNING,
-            says=f"the driver is of SDK {of_driver[0]} and the runtime of SDK {of_runtime[0]}: AWS "
+        return Finding.warning(
+            "neuron.pair",
+            f"the driver is of SDK {of_driver[0]} and the runtime of SDK {of_runtime[0]}: AWS "
             "tests those of one release together",
-            mend=_UPDATE,
+            _UPDATE,
             facts=facts,
         )
     is_known = bool(of_driver and of_runtime)
@@ -261,11 +251,10 @@ def _releases(
             facts={"versions": dict(installed)},
         )
         return
-    yield Finding(
-        check="neuron.release",
-        grade=Grade.WARNING,
-        says=f"parts of different releases of the SDK: {listed}",
-        mend="Install all of one release. A model that was compiled with another compiler is "
+    yield Finding.warning(
+        "neuron.release",
+        f"parts of different releases of the SDK: {listed}",
+        "Install all of one release. A model that was compiled with another compiler is "
         "compiled again.",
         facts={"versions": dict(installed)},
     )
@@ -296,18 +285,16 @@ def _inference(version: str | None, family: str, bad_grade: Grade) -> Iterator[F
             facts={"version": version},
         )
     elif numbers >= (0, 9) and family in ("trn1", "trn1n", "inf2"):
-        yield Finding(
-            check="neuron.inference",
-            grade=Grade.WARNING,
-            says=f"NxD Inference {version} is for Trn2: AWS supports {family} up to SDK 2.28",
-            mend="Install SDK 2.28, with neuronx-distributed-inference 0.8.",
+        yield Finding.warning(
+            "neuron.inference",
+            f"NxD Inference {version} is for Trn2: AWS supports {family} up to SDK 2.28",
+            "Install SDK 2.28, with neuronx-distributed-inference 0.8.",
             facts={"version": version},
         )
     elif numbers >= (0, 10):
-        yield Finding(
-            check="neuron.inference",
-            grade=Grade.NOTE,
-            says=f"NxD Inference {version}: AWS has it in maintenance since SDK 2.30",
+        yield Finding.note(
+            "neuron.inference",
+            f"NxD Inference {version}: AWS has it in maintenance since SDK 2.30",
             facts={"version": version},
         )
 
@@ -317,11 +304,10 @@ def _nixl(machine: Machine) -> Iterator[Finding]:
     for name in _NIXL_NAMES:
         version = machine.package(name) or ""
         if (0,) < numbers_of(version) < (1, 1):
-            yield Finding(
-                check="neuron.nixl",
-                grade=Grade.WARNING,
-                says=f"{name} {version} does not take Neuron memory: 1.1 and later do",
-                mend=f"pip install '{name}>=1.1'.",
+            yield Finding.warning(
+                "neuron.nixl",
+                f"{name} {version} does not take Neuron memory: 1.1 and later do",
+                f"pip install '{name}>=1.1'.",
                 facts={"package": name, "version": version},
             )
 

@@ -53,24 +53,23 @@ def _cores(machine: Machine) -> Iterator[Finding]:
         try:
             cores = parse_cores(visible)
         except ConfigError as error:
-            yield _wrong("neuron.visible_cores", error.message, "Write 0-15, 3, or a list of both.")
+            yield Finding.failed(
+                "neuron.visible_cores", error.message, "Write 0-15, 3, or a list of both."
+            )
         else:
-            yield Finding(
-                check="neuron.visible_cores",
-                grade=Grade.NOTE,
-                says=f"{VISIBLE_CORES}={visible}: {len(cores)} cores may be used",
+            yield Finding.note(
+                "neuron.visible_cores",
+                f"{VISIBLE_CORES}={visible}: {len(cores)} cores may be used",
                 facts={"cores": list(cores)},
             )
     if wanted and not wanted.isdecimal():
-        yield _wrong("neuron.num_cores", f"{NUM_CORES}={wanted} is no number of cores", "Write 8.")
-    elif wanted and visible:
-        yield Finding(
-            check="neuron.num_cores",
-            grade=Grade.NOTE,
-            says=f"{NUM_CORES} does nothing beside {VISIBLE_CORES}",
+        yield Finding.failed(
+            "neuron.num_cores", f"{NUM_CORES}={wanted} is no number of cores", "Write 8."
         )
+    elif wanted and visible:
+        yield Finding.note("neuron.num_cores", f"{NUM_CORES} does nothing beside {VISIBLE_CORES}")
     if logical and logical not in ("1", "2"):
-        yield _wrong(
+        yield Finding.failed(
             "neuron.logical_cores",
             f"{LOGICAL_CORES}={logical}, and a logical core is 1 or 2 physical ones",
             f"Unset {LOGICAL_CORES}, or set what the model is compiled for.",
@@ -96,11 +95,10 @@ def _send_receive(machine: Machine, *, is_wanted: bool) -> Iterator[Finding]:
     unset = [name for name in _DEFAULTS if name not in environment]
     if unset and reaches_efa:  # elsewhere nothing is sent between devices
         exports = " ".join(f"{name}={_DEFAULTS[name]}" for name in unset)
-        yield Finding(
-            check="neuron.unset",
-            grade=Grade.NOTE,
-            says=f"not set: {', '.join(unset)}",
-            mend="`serve` sets them for its workers. For a `worker` that is started by hand: "
+        yield Finding.note(
+            "neuron.unset",
+            f"not set: {', '.join(unset)}",
+            "`serve` sets them for its workers. For a `worker` that is started by hand: "
             f"export {exports}.",
             facts={"unset": list(unset)},
         )
@@ -116,22 +114,22 @@ def _send_receive(machine: Machine, *, is_wanted: bool) -> Iterator[Finding]:
     yield from _port(machine)
     shared = environment.get(SHARED_MEMORY_OF_EFA, "0")
     if shared.lower() not in ("0", "no", "off", "false"):
-        yield Finding(
-            check="neuron.efa_shared_memory",
-            grade=Grade.WARNING,
-            says=f"with {SHARED_MEMORY_OF_EFA}={shared} what goes from device to device of one "
+        yield Finding.warning(
+            "neuron.efa_shared_memory",
+            f"with {SHARED_MEMORY_OF_EFA}={shared} what goes from device to device of one "
             "host may arrive wrong",
-            mend=f"export {SHARED_MEMORY_OF_EFA}=0. `serve` does so for its workers, whatever it "
-            "was.",
+            f"export {SHARED_MEMORY_OF_EFA}=0. `serve` does so for its workers, whatever it was.",
         )
     if (root := environment.get(ROOT_COMM)) and not root.rpartition(":")[2].isdecimal():
-        yield _doubtful("neuron.root_comm", f"{ROOT_COMM} is no IP:PORT", "Write 10.1.0.5:62182.")
+        yield Finding.warning(
+            "neuron.root_comm", f"{ROOT_COMM} is no IP:PORT", "Write 10.1.0.5:62182."
+        )
 
 
 def _port(machine: Machine) -> Iterator[Finding]:
     port = machine.environment.get(PORT_VARIABLE, _DEFAULTS[PORT_VARIABLE])
     if not port.isdecimal() or not 0 < int(port) <= _PORT_MAX:
-        yield _wrong(
+        yield Finding.failed(
             "neuron.bootstrap_port",
             f"{PORT_VARIABLE}={port} is no TCP port",
             f"export {PORT_VARIABLE}=45645, the same for all workers on all hosts.",
@@ -141,12 +139,11 @@ def _port(machine: Machine) -> Iterator[Finding]:
     if len(limits) == 2 and all(word.isdecimal() for word in limits):
         first, last = map(int, limits)
         if first <= int(port) <= last and int(port) not in reserved_ports(machine):
-            yield Finding(
-                check="neuron.bootstrap_port",
-                grade=Grade.NOTE,
-                says=f"the kernel may give port {port}, at which workers' devices meet, to any "
+            yield Finding.note(
+                "neuron.bootstrap_port",
+                f"the kernel may give port {port}, at which workers' devices meet, to any "
                 "outgoing connection",
-                mend=f"{reserve_mend(machine, [int(port)])}.",
+                f"{reserve_mend(machine, [int(port)])}.",
                 facts={"port": int(port), "first": first, "last": last},
             )
 
@@ -154,19 +151,19 @@ def _port(machine: Machine) -> Iterator[Finding]:
 def _runtime(environment: Mapping[str, str]) -> Iterator[Finding]:
     timeout, level = environment.get(_TIMEOUT), environment.get(_LOG_LEVEL)
     if timeout and not timeout.isdecimal():
-        yield _doubtful(
+        yield Finding.warning(
             "neuron.exec_timeout",
             f"{_TIMEOUT}={timeout} is no number of seconds",
             f"export {_TIMEOUT}=600 for very long contexts, or unset it: 30 s.",
         )
     if level and level.upper() not in _LOG_LEVELS:
-        yield _doubtful(
+        yield Finding.warning(
             "neuron.log_level",
             f"{_LOG_LEVEL}={level} is none of {', '.join(_LOG_LEVELS)}",
             f"export {_LOG_LEVEL}=INFO to see what the runtime does, or unset it.",
         )
     if environment.get(_ASYNC) not in (None, "", "0"):
-        yield _doubtful(
+        yield Finding.warning(
             "neuron.async_exec",
             f"{_ASYNC} lets steps run on after their call, and SDK 2.32 has no such mode any more",
             f"Unset {_ASYNC}: AWS's connector wanted it, and this server does not.",
@@ -178,29 +175,21 @@ def _libfabric(environment: Mapping[str, str]) -> Iterator[Finding]:
     # libfabric's filter: names, or after a ^ names that are left out.
     names = (provider or "").removeprefix("^").split(",")
     if provider and ("efa" in names) == provider.startswith("^"):
-        yield _doubtful(
+        yield Finding.warning(
             "neuron.fi_provider",
             f"FI_PROVIDER={provider} keeps libfabric from EFA",
             "Unset FI_PROVIDER, or set it to efa.",
         )
     if environment.get("FI_EFA_USE_DEVICE_RDMA") == "0":
-        yield _doubtful(
+        yield Finding.warning(
             "neuron.fi_rdma",
             "FI_EFA_USE_DEVICE_RDMA=0 keeps EFA from device memory",
             "Unset FI_EFA_USE_DEVICE_RDMA, or set it to 1.",
         )
     if environment.get("FI_HMEM_DISABLE_P2P", "0").lower() in ("1", "yes", "on", "true"):
-        yield _doubtful(
+        yield Finding.warning(
             "neuron.fi_p2p",
             "FI_HMEM_DISABLE_P2P keeps EFA from device memory, which libfabric reaches in no other "
             "way",
             "Unset FI_HMEM_DISABLE_P2P.",
         )
-
-
-def _wrong(check: str, says: str, mend: str) -> Finding:
-    return Finding(check=check, grade=Grade.FAILED, says=says, mend=mend)
-
-
-def _doubtful(check: str, says: str, mend: str) -> Finding:
-    return Finding(check=check, grade=Grade.WARNING, says=says, mend=mend)

@@ -28,24 +28,19 @@ _PROTOBUF_OF_ETCD3 = Version("3.21")  # the extra etcd3 has the ones before it
 
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     """One finding for each thing that is missing or does not fit."""
-    yield Finding(
-        check="packages.python",
-        grade=Grade.OK,
-        says=f"{platform.python_implementation()} {platform.python_version()}",
+    yield Finding.ok(
+        "packages.python",
+        f"{platform.python_implementation()} {platform.python_version()}",
         facts={"version": platform.python_version()},
     )
-    yield Finding(
-        check="packages.neuron_di",
-        grade=Grade.OK,
-        says=f"neuron-di {__version__}",
-        facts={"version": __version__},
+    yield Finding.ok(
+        "packages.neuron_di", f"neuron-di {__version__}", facts={"version": __version__}
     )
     wanted = _requirements(machine)
     if wanted is None:
-        yield Finding(
-            check="packages.needed",
-            grade=Grade.SKIPPED,
-            says="neuron-di is not installed as a package, so nothing says what it needs",
+        yield Finding.skipped(
+            "packages.needed",
+            "neuron-di is not installed as a package, so nothing says what it needs",
         )
         return
     yield from _needed(machine, wanted.get("", []), options)
@@ -108,12 +103,11 @@ def _other_version(machine: Machine, requirement: Requirement, version: str) -> 
     if requirement.name == "torch" and (pin := _pin_of_torch_neuronx(machine)):
         mend = f"Leave it so for Neuron devices: torch-neuronx asks for {pin}, and is built for "
         mend += "that one; elsewhere, make an environment without torch-neuronx."
-    return Finding(
-        check="packages.needed",
-        grade=Grade.WARNING,
-        says=f"{requirement.name} is {version}, and neuron-di asks for {requirement.specifier}: "
+    return Finding.warning(
+        "packages.needed",
+        f"{requirement.name} is {version}, and neuron-di asks for {requirement.specifier}: "
         "with others it was never tried",
-        mend=mend,
+        mend,
         facts={
             "name": requirement.name,
             "version": version,
@@ -151,9 +145,7 @@ def _extras(
         else:
             yield _extra(extra, bad, is_needed=is_needed)
     words = f"extras that are installed: {', '.join(whole)}" if whole else "no extra is installed"
-    yield Finding(
-        check="packages.extras", grade=Grade.NOTE, says=words, facts={"extras": list(whole)}
-    )
+    yield Finding.note("packages.extras", words, facts={"extras": list(whole)})
 
 
 def _extra(extra: str, bad: list[tuple[Requirement, str | None]], *, is_needed: bool) -> Finding:
@@ -174,12 +166,11 @@ def _extra(extra: str, bad: list[tuple[Requirement, str | None]], *, is_needed: 
 def _etcd3(machine: Machine) -> Iterator[Finding]:
     version = machine.package("protobuf")
     if version is None or _version(version) >= _PROTOBUF_OF_ETCD3:
-        yield Finding(
-            check="packages.etcd3",
-            grade=Grade.NOTE,
-            says=f"etcd3 is installed beside protobuf {version}, and wants one before 3.21; only "
+        yield Finding.note(
+            "packages.etcd3",
+            f"etcd3 is installed beside protobuf {version}, and wants one before 3.21; only "
             "an etcd3.Client of your own needs it, --etcd does not",
-            mend="pip uninstall etcd3, or for a client of your own pip install '.[etcd3]' in "
+            "pip uninstall etcd3, or for a client of your own pip install '.[etcd3]' in "
             "neuron-di's folder.",
             facts={"protobuf": version},
         )
@@ -194,10 +185,9 @@ def _torch(machine: Machine) -> Iterator[Finding]:
         for each in _read(distribution)
     )
     if on_cuda and not machine.names("/dev/nvidia[0-9]*"):
-        yield Finding(
-            check="packages.torch",
-            grade=Grade.NOTE,
-            says=f"torch {distribution.version} is a build for CUDA, and there is no NVIDIA GPU: "
+        yield Finding.note(
+            "packages.torch",
+            f"torch {distribution.version} is a build for CUDA, and there is no NVIDIA GPU: "
             "it works, and takes some gigabytes of disk that the CPU build does not",
             facts={"version": distribution.version},
         )
@@ -218,11 +208,10 @@ def _conflicts(machine: Machine, wanted: dict[str, list[Requirement]]) -> Iterat
                     clashes.append(f"{name} asks for {_words(each)}, and there is {version}")
     if clashes:
         more = f"; and {len(clashes) - _CONFLICTS_MAX} more" * (len(clashes) > _CONFLICTS_MAX)
-        yield Finding(
-            check="packages.conflicts",
-            grade=Grade.NOTE,
-            says=f"other packages want other versions: {'; '.join(clashes[:_CONFLICTS_MAX])}{more}",
-            mend="Nothing, unless those are needed: then give neuron-di an environment of its own.",
+        yield Finding.note(
+            "packages.conflicts",
+            f"other packages want other versions: {'; '.join(clashes[:_CONFLICTS_MAX])}{more}",
+            "Nothing, unless those are needed: then give neuron-di an environment of its own.",
             facts={"conflicts": list(clashes)},
         )
 

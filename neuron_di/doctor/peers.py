@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config.value import split_address
-from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.options import DoctorOptions
 from neuron_di.doctor.resolve import Unresolved, resolve
@@ -19,10 +19,8 @@ AT_ONCE_MAX = 64  # more wait for these
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     """A finding for each, in the order in which they were named."""
     if not options.peer:
-        yield Finding(
-            check="peers.connect",
-            grade=Grade.SKIPPED,
-            says="no --peer HOST:PORT was named, so no other machine was tried",
+        yield Finding.skipped(
+            "peers.connect", "no --peer HOST:PORT was named, so no other machine was tried"
         )
         return
     with ThreadPoolExecutor(AT_ONCE_MAX) as threads:
@@ -45,10 +43,9 @@ def _try(peer: str) -> Finding:
             failure = error
             continue
         took_ms = (now_s() - begun_s) * 1e3
-        return Finding(
-            check="peers.connect",
-            grade=Grade.OK,
-            says=f"{peer} is reached, in {took_ms:.1f} ms",
+        return Finding.ok(
+            "peers.connect",
+            f"{peer} is reached, in {took_ms:.1f} ms",
             facts={"peer": peer, "connect_ms": round(took_ms, 3)},
         )
     return _failure(peer, port, failure)
@@ -76,10 +73,6 @@ def _failure(peer: str, port: int, error: OSError) -> Finding:
 
 
 def _not_reached(peer: str, why: str, mend: str) -> Finding:
-    return Finding(
-        check="peers.connect",
-        grade=Grade.FAILED,
-        says=f"{peer} is not reached: {why}",
-        mend=mend,
-        facts={"peer": peer},
+    return Finding.failed(
+        "peers.connect", f"{peer} is not reached: {why}", mend, facts={"peer": peer}
     )

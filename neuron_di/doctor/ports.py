@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from neuron_di.config.value import split_address
-from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.finding import Fact, Finding
 from neuron_di.doctor.listeners import Listener, has_table, listener_on
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.options import DoctorOptions
@@ -25,11 +25,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     for (host, port), purpose in wanted.items():
         yield _tried(machine, host, port, purpose)
     if not wanted:
-        yield Finding(
-            check="ports.listen",
-            grade=Grade.OK,
-            says="all ports are 0: each process takes any free one",
-        )
+        yield Finding.ok("ports.listen", "all ports are 0: each process takes any free one")
     yield from _twice(options)
     ports = {port: purpose for (_, port), purpose in wanted.items()}
     if machine.names("/dev/neuron[0-9]*"):
@@ -69,11 +65,10 @@ def _twice(options: DoctorOptions) -> Iterator[Finding]:
     for ((host, port), one), ((other_host, other_port), other) in combinations(_own(options), 2):
         is_one_address = host == other_host or host in _ANY or other_host in _ANY
         if port == other_port != 0 and is_one_address:
-            yield Finding(
-                check="ports.distinct",
-                grade=Grade.FAILED,
-                says=f"{one} and {other} are both {port}: a server can listen there once",
-                mend=f"Give {other} another port, or 0 for any free one.",
+            yield Finding.failed(
+                "ports.distinct",
+                f"{one} and {other} are both {port}: a server can listen there once",
+                f"Give {other} another port, or 0 for any free one.",
                 facts={"port": port},
             )
 
@@ -89,18 +84,17 @@ def _tried(machine: Machine, host: str, port: int, purpose: str) -> Finding:
             sock.bind((address, port))
             sock.listen(1)
     except Unresolved as error:
-        return Finding(
-            check="ports.listen",
-            grade=Grade.FAILED,
-            says=f"nothing can listen on {where}: {error}",
-            mend="Name one of this machine's IP addresses.",
+        return Finding.failed(
+            "ports.listen",
+            f"nothing can listen on {where}: {error}",
+            "Name one of this machine's IP addresses.",
             facts=facts,
         )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return _taken(machine, port, where, purpose, facts)
         return _refused(error, where, facts)
-    return Finding(check="ports.listen", grade=Grade.OK, says=f"{where} is free", facts=facts)
+    return Finding.ok("ports.listen", f"{where} is free", facts=facts)
 
 
 def _taken(
@@ -108,38 +102,33 @@ def _taken(
 ) -> Finding:
     listener = listener_on(machine, port)
     if listener is None and has_table(machine):
-        return Finding(
-            check="ports.listen",
-            grade=Grade.FAILED,
-            says=f"{where} is in use by a connection, and nobody listens there",
-            mend=f"Wait until that connection ends (`ss -tanp` shows it), or give another one with "
+        return Finding.failed(
+            "ports.listen",
+            f"{where} is in use by a connection, and nobody listens there",
+            f"Wait until that connection ends (`ss -tanp` shows it), or give another one with "
             f"{purpose}.",
             facts=facts,
         )
     listener = listener or Listener()
     facts |= {"pid": listener.pid, "is_ours": listener.is_ours}
     if listener.is_ours:
-        return Finding(
-            check="ports.listen",
-            grade=Grade.NOTE,
-            says=f"{where} is taken by a neuron-di that runs here already, pid {listener.pid}",
+        return Finding.note(
+            "ports.listen",
+            f"{where} is taken by a neuron-di that runs here already, pid {listener.pid}",
             facts=facts,
         )
     if listener.perhaps_pid is not None:
-        return Finding(
-            check="ports.listen",
-            grade=Grade.WARNING,
-            says=f"{where} is taken by {listener}, who runs a neuron-di too, "
-            f"pid {listener.perhaps_pid}",
-            mend=f"If that is its port, nothing is wrong; else give another one with {purpose}.",
+        return Finding.warning(
+            "ports.listen",
+            f"{where} is taken by {listener}, who runs a neuron-di too, pid {listener.perhaps_pid}",
+            f"If that is its port, nothing is wrong; else give another one with {purpose}.",
             facts=facts,
         )
     end = "end that process" if listener.pid is None else f"end pid {listener.pid}"
-    return Finding(
-        check="ports.listen",
-        grade=Grade.FAILED,
-        says=f"{where} is taken by {listener}",
-        mend=f"Give another one with {purpose}, or {end}.",
+    return Finding.failed(
+        "ports.listen",
+        f"{where} is taken by {listener}",
+        f"Give another one with {purpose}, or {end}.",
         facts=facts,
     )
 
@@ -152,7 +141,7 @@ def _refused(error: OSError, where: str, facts: dict[str, Fact]) -> Finding:
         mend = "Give one that `ip address` shows, or 0.0.0.0 for all of them."
     elif error.errno in (errno.EACCES, errno.EPERM):
         mend = "Give a port of 1024 or above: those below are for root."
-    return Finding(check="ports.listen", grade=Grade.FAILED, says=words, mend=mend, facts=facts)
+    return Finding.failed("ports.listen", words, mend, facts=facts)
 
 
 def _bootstrap(machine: Machine, port: int) -> Iterator[Finding]:
@@ -162,13 +151,12 @@ def _bootstrap(machine: Machine, port: int) -> Iterator[Finding]:
     facts: dict[str, Fact] = {"port": port}
     if listener is None or listener.is_ours:
         state = "is free" if listener is None else f"is neuron-di's, pid {listener.pid}"
-        yield Finding(check="ports.bootstrap", grade=Grade.OK, says=f"{where} {state}", facts=facts)
+        yield Finding.ok("ports.bootstrap", f"{where} {state}", facts=facts)
     else:
-        yield Finding(
-            check="ports.bootstrap",
-            grade=Grade.WARNING,
-            says=f"{where} is taken by {listener}",
-            mend=f"End it if it is no Neuron worker, or set {_BOOTSTRAP} to another port, the same "
+        yield Finding.warning(
+            "ports.bootstrap",
+            f"{where} is taken by {listener}",
+            f"End it if it is no Neuron worker, or set {_BOOTSTRAP} to another port, the same "
             "for all workers of all hosts.",
             facts=facts,
         )
@@ -184,11 +172,10 @@ def _outgoing(machine: Machine, ports: dict[int, str]) -> Iterator[Finding]:
     exposed = sorted(port for port in ports if first <= port <= last and port not in reserved)
     if exposed:
         names = ", ".join(f"{port} ({ports[port]})" for port in exposed)
-        yield Finding(
-            check="ports.outgoing",
-            grade=Grade.NOTE,
-            says=f"an outgoing connection may by chance have taken one of these before a server "
+        yield Finding.note(
+            "ports.outgoing",
+            f"an outgoing connection may by chance have taken one of these before a server "
             f"starts: {names}",
-            mend=f"{reserve_mend(machine, exposed)}; or take ports outside {first}-{last}.",
+            f"{reserve_mend(machine, exposed)}; or take ports outside {first}-{last}.",
             facts={"ports": list(exposed), "first": first, "last": last},
         )

@@ -18,7 +18,7 @@ import msgspec
 from neuron_di.clock import Deadline
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.checks import Check
-from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
 from neuron_di_bindings.process import end_with_parent
 
@@ -169,21 +169,19 @@ def _write(pipe: int, finding: Finding) -> None:
 def _bug(name: str, error: Exception) -> Finding:
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    return Finding(
-        check="doctor.bug",
-        grade=Grade.FAILED,
-        says=f"the check {name} has a bug: {type(error).__name__}: {str(error)[:WORDS_MAX]}",
-        mend="Report it with this output; the other checks do not depend on it.",
+    return Finding.failed(
+        "doctor.bug",
+        f"the check {name} has a bug: {type(error).__name__}: {str(error)[:WORDS_MAX]}",
+        "Report it with this output; the other checks do not depend on it.",
         facts={"check": name, "error": type(error).__name__, "place": place},
     )
 
 
 def _late(name: str, timeout_s: float) -> Finding:
-    return Finding(
-        check="doctor.deadline",
-        grade=Grade.FAILED,
-        says=f"the check {name} did not end within {timeout_s:g} s and was ended",
-        mend="Look at what it found last, above: what it looks at next hangs.",
+    return Finding.failed(
+        "doctor.deadline",
+        f"the check {name} did not end within {timeout_s:g} s and was ended",
+        "Look at what it found last, above: what it looks at next hangs.",
         facts={"check": name, "timeout_s": timeout_s},
     )
 
@@ -191,11 +189,10 @@ def _late(name: str, timeout_s: float) -> Finding:
 def _died(name: str, status: int, words: str) -> Finding:
     how = signal.Signals(-status).name if status < 0 else f"code {status}"
     said = f"; it printed last: {words}" if words else ""
-    return Finding(
-        check="doctor.crash",
-        grade=Grade.FAILED,
-        says=f"the check {name} ended with {how}{said}",
-        mend="Look at what it found last, above: a library that it uses next ends its process, as "
+    return Finding.failed(
+        "doctor.crash",
+        f"the check {name} ended with {how}{said}",
+        "Look at what it found last, above: a library that it uses next ends its process, as "
         "it would end a worker.",
         facts={"check": name, "status": status},
     )

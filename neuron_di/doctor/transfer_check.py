@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from neuron_di.config import TransferOptions
-from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.finding import Fact, Finding
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.options import DoctorOptions
 from neuron_di.errors import NeuronDiError
@@ -29,17 +29,13 @@ _MORE_FILES = (
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     """A finding for each engine. Every byte is compared."""
     if not options.transfer_test:
-        yield Finding(
-            check="transfer.test", grade=Grade.SKIPPED, says="--no-transfer-test was given"
-        )
+        yield Finding.skipped("transfer.test", "--no-transfer-test was given")
         return
     given = options.kv_transfer
     named = _AUTO if given.is_auto else given.transfer
     for name in named:
         if name in _NOT_HERE:
-            yield Finding(
-                check=f"transfer.{name}", grade=Grade.SKIPPED, says=f"{name}: {_NOT_HERE[name]}"
-            )
+            yield Finding.skipped(f"transfer.{name}", f"{name}: {_NOT_HERE[name]}")
     engines = [name for name in named if name not in _NOT_HERE]
     if engines:
         yield from _moved(engines, given)
@@ -53,20 +49,16 @@ def _moved(engines: list[str], options: TransferOptions) -> Iterator[Finding]:
             engines, SHAPES, repeats=REPEATS, verify=True, pool_bytes=POOL_BYTES, options=options
         )
     except OSError as error:
-        yield Finding(
-            check="transfer.test",
-            grade=Grade.FAILED,
-            says=f"KV could not be moved at all: {error.strerror or error}",
-            mend=_mend(str(error)),
+        yield Finding.failed(
+            "transfer.test",
+            f"KV could not be moved at all: {error.strerror or error}",
+            _mend(str(error)),
             facts={"errno": error.errno},
         )
         return
     except NeuronDiError as error:
-        yield Finding(
-            check="transfer.test",
-            grade=Grade.FAILED,
-            says=f"KV could not be moved at all: {error.message}",
-            mend=_mend(error.message),
+        yield Finding.failed(
+            "transfer.test", f"KV could not be moved at all: {error.message}", _mend(error.message)
         )
         return
     for engine in dict.fromkeys(figures.engine for figures in report.figures):
@@ -80,11 +72,10 @@ def _failures(failures: "Sequence[Failure]") -> Iterator[Finding]:
     for each in failures:
         shapes.setdefault((each.engine, each.code, each.message), []).append(each.shape)
     for (engine, code, message), names in shapes.items():
-        yield Finding(
-            check=f"transfer.{engine}",
-            grade=Grade.FAILED,
-            says=f"{engine} does not move {' and '.join(map(str, names))}: {message}",
-            mend=_mend(message),
+        yield Finding.failed(
+            f"transfer.{engine}",
+            f"{engine} does not move {' and '.join(map(str, names))}: {message}",
+            _mend(message),
             facts={"engine": engine, "code": code, "shapes": names},
         )
 
@@ -106,12 +97,7 @@ def _speed(engine: str, figures: "list[Figures]") -> Finding:
         }
         for each in figures
     ]
-    return Finding(
-        check=f"transfer.{engine}",
-        grade=Grade.OK,
-        says=says,
-        facts={"engine": engine, "moved": moved},
-    )
+    return Finding.ok(f"transfer.{engine}", says, facts={"engine": engine, "moved": moved})
 
 
 def _mend(words: str) -> str:
