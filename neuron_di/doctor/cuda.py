@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.amounts import counted
-from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.finding import Fact, Finding, Need
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import Asked, ask
 
@@ -24,23 +24,23 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
         return
     on_bus = _on_bus(machine)
     files = machine.names("/dev/nvidia[0-9]*")
+    # A container may see a GPU that nobody means to use.
+    need = Need(options.device == "cuda", "To serve without it: --device cpu.")
     if not on_bus and not files:
-        is_wanted = options.device == "cuda"
-        yield Finding(
-            check="cuda.devices",
-            grade=Grade.FAILED if is_wanted else Grade.NOTE,
-            says="this machine has no NVIDIA GPU",
-            mend="Use a machine with one, or --device auto." if is_wanted else "",
-        )
+        says = "this machine has no NVIDIA GPU"
+        if need.is_needed:
+            mend = "Use a machine with one, or --device auto."
+            yield Finding.failed("cuda.devices", says, mend)
+        else:
+            yield Finding.note("cuda.devices", says)
         return
-    is_wanted = options.device == "cuda"
-    yield from _devices(machine, on_bus, files, is_wanted=is_wanted)
+    yield from _devices(machine, on_bus, files, need)
     asked = ask(machine, options, module="cuda_probe", timeout_s=_PROBE_TIMEOUT_S)
-    yield _runtime(asked, is_wanted=is_wanted)
+    yield _runtime(asked, need)
     yield from _ipc(asked)
-    yield _torch(asked, is_wanted=is_wanted)
-    yield from _capability(asked, is_wanted=is_wanted)
-    yield _triton(asked, is_wanted=is_wanted)
+    yield _torch(asked, need)
+    yield from _capability(asked, need)
+    yield _triton(asked, need)
 
 
 def _on_bus(machine: Machine) -> list[str]:
@@ -52,34 +52,20 @@ def _on_bus(machine: Machine) -> list[str]:
     return found
 
 
-def _bad(*, is_wanted: bool) -> Grade:
-    """A container may see a GPU that nobody means to use: only --device cuda needs it."""
-    return Grade.FAILED if is_wanted else Grade.WARNING
-
-
-def _or_without(mend: str, *, is_wanted: bool) -> str:
-    return mend if is_wanted else f"{mend} To serve without it: --device cpu."
-
-
 def _devices(
-    machine: Machine, on_bus: list[str], files: list[str], *, is_wanted: bool
+    machine: Machine, on_bus: list[str], files: list[str], need: Need
 ) -> Iterator[Finding]:
     driver = machine.read(_DRIVER_FILE)
     facts: dict[str, Fact] = {"addresses": list(on_bus), "driver": driver or ""}
     count = len(files)
     if not files:
-        yield Finding(
-            check="cuda.devices",
-            grade=_bad(is_wanted=is_wanted),
-            says=f"the PCI bus has {counted(len(on_bus), 'NVIDIA GPU')}, and there is no "
-            "/dev/nvidia0",
-            mend=_or_without(
-                "Install and load NVIDIA's driver; a container needs NVIDIA's container toolkit "
-                "(--gpus all)."
-                if driver is None
-                else "Give the container the GPUs: --gpus all, with NVIDIA's container toolkit.",
-                is_wanted=is_wanted,
-            ),
+        yield need.unmet(
+            "cuda.devices",
+            f"the PCI bus has {counted(len(on_bus), 'NVIDIA GPU')}, and there is no /dev/nvidia0",
+            "Install and load NVIDIA's driver; a container needs NVIDIA's container toolkit "
+            "(--gpus all)."
+            if driver is None
+            else "Give the container the GPUs: --gpus all, with NVIDIA's container toolkit.",
             facts=facts,
         )
         return
@@ -92,18 +78,14 @@ def _devices(
     )
 
 
-def _runtime(asked: Asked, *, is_wanted: bool) -> Finding:
+def _runtime(asked: Asked, need: Need) -> Finding:
     found, failed = asked.steps.of("runtime"), asked.failure("runtime")
     if failed is not None or not found:
-        return Finding(
-            check="cuda.runtime",
-            grade=_bad(is_wanted=is_wanted),
-            says=f"CUDA does not start: {failed or asked.words or 'no answer'}",
-            mend=_or_without(
-                "Install a driver that is as new as the CUDA library (nvidia-smi shows what it "
-                "takes), or a library for the driver: pip install nvidia-cuda-runtime-cu12.",
-                is_wanted=is_wanted,
-            ),
+        return need.unmet(
+            "cuda.runtime",
+            f"CUDA does not start: {failed or asked.words or 'no answer'}",
+            "Install a driver that is as new as the CUDA library (nvidia-smi shows what it "
+            "takes), or a library for the driver: pip install nvidia-cuda-runtime-cu12.",
         )
     major, minor = divmod(int(found["version"]), 1000)
     return Finding.ok(
@@ -140,37 +122,27 @@ def _ipc(asked: Asked) -> Iterator[Finding]:
         )
 
 
-def _torch(asked: Asked, *, is_wanted: bool) -> Finding:
+def _torch(asked: Asked, need: Need) -> Finding:
     found, failed = asked.steps.of("torch"), asked.failure("torch")
-    bad = _bad(is_wanted=is_wanted)
     if failed is not None or not found:
-        return Finding(
-            check="cuda.torch",
-            grade=bad,
-            says=f"torch cannot be asked: {failed or asked.words or 'no answer'}",
-            mend=_or_without("pip install torch.", is_wanted=is_wanted),
+        return need.unmet(
+            "cuda.torch",
+            f"torch cannot be asked: {failed or asked.words or 'no answer'}",
+            "pip install torch.",
         )
     if found["cuda"] is None:
-        return Finding(
-            check="cuda.torch",
-            grade=bad,
-            says=f"torch {found['version']} is built without CUDA",
-            mend=_or_without(
-                "Install a build with CUDA, from the index that https://pytorch.org names for "
-                "your driver, and not from the CPU index.",
-                is_wanted=is_wanted,
-            ),
+        return need.unmet(
+            "cuda.torch",
+            f"torch {found['version']} is built without CUDA",
+            "Install a build with CUDA, from the index that https://pytorch.org names for "
+            "your driver, and not from the CPU index.",
             facts=found,
         )
     if not found["is_available"]:
-        return Finding(
-            check="cuda.torch",
-            grade=bad,
-            says=f"torch {found['version']} is built for CUDA {found['cuda']} and sees no GPU",
-            mend=_or_without(
-                "Update NVIDIA's driver, or install a torch for the CUDA that the driver takes.",
-                is_wanted=is_wanted,
-            ),
+        return need.unmet(
+            "cuda.torch",
+            f"torch {found['version']} is built for CUDA {found['cuda']} and sees no GPU",
+            "Update NVIDIA's driver, or install a torch for the CUDA that the driver takes.",
             facts=found,
         )
     return Finding.ok(
@@ -178,7 +150,7 @@ def _torch(asked: Asked, *, is_wanted: bool) -> Finding:
     )
 
 
-def _capability(asked: Asked, *, is_wanted: bool) -> Iterator[Finding]:
+def _capability(asked: Asked, need: Need) -> Iterator[Finding]:
     """Which GPUs can do what the kernels need."""
     found = asked.steps.of("torch")
     names: list[str] = found.get("names", [])
@@ -196,26 +168,24 @@ def _capability(asked: Asked, *, is_wanted: bool) -> Iterator[Finding]:
         yield Finding.ok("cuda.capability", f"compute capability: {listed}", facts=facts)
         return
     others = [str(number) for number in range(len(capabilities)) if number not in old]
-    yield Finding(
-        check="cuda.capability",
-        grade=Grade.WARNING if others else _bad(is_wanted=is_wanted),
-        says=f"--device cuda needs compute capability {_dotted(CAPABILITY_MIN)} or higher "
-        f"(Ampere); here: {listed}",
-        mend=f"Leave the older ones out: --cuda-devices {','.join(others)}."
-        if others
-        else _or_without("Use a newer GPU.", is_wanted=is_wanted),
-        facts=facts,
+    words = (
+        f"--device cuda needs compute capability {_dotted(CAPABILITY_MIN)} or higher "
+        f"(Ampere); here: {listed}"
     )
+    if others:
+        mend = f"Leave the older ones out: --cuda-devices {','.join(others)}."
+        yield Finding.warning("cuda.capability", words, mend, facts=facts)
+    else:
+        yield need.unmet("cuda.capability", words, "Use a newer GPU.", facts=facts)
 
 
-def _triton(asked: Asked, *, is_wanted: bool) -> Finding:
+def _triton(asked: Asked, need: Need) -> Finding:
     found, failed = asked.steps.of("triton"), asked.failure("triton")
     if failed is not None or not found:
-        return Finding(
-            check="cuda.triton",
-            grade=_bad(is_wanted=is_wanted),
-            says=f"Triton cannot be imported: {failed or asked.words or 'no answer'}",
-            mend=_or_without("pip install '.[cuda]' in neuron-di's folder.", is_wanted=is_wanted),
+        return need.unmet(
+            "cuda.triton",
+            f"Triton cannot be imported: {failed or asked.words or 'no answer'}",
+            "pip install '.[cuda]' in neuron-di's folder.",
         )
     return Finding.ok("cuda.triton", f"Triton {found['version']}", facts=found)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor import libfabric
 from neuron_di.doctor.amounts import counted
-from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.finding import Fact, Finding, Grade, Need
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import expects_neuron, needs_neuron
 from neuron_di.doctor.neuron_instances import INSTANCES, Instance
@@ -36,21 +36,21 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
             yield Finding.note("efa.adapters", "this machine has no EFA adapters")
         return
     row = INSTANCES.get(instance_type(machine))
-    is_needed = needs_neuron(machine, options)
-    yield _adapters(adapters, row, is_needed=is_needed)
+    need = Need(needs_neuron(machine, options))
+    yield _adapters(adapters, row, need)
     if not adapters:
         return
-    yield from _driver(machine, adapters, is_needed=is_needed)
+    yield from _driver(machine, adapters, need)
     wanted, missing = _device_files(machine)
-    yield from _verbs(machine, wanted, missing, is_needed=options.device == "neuron")
+    yield from _verbs(machine, wanted, missing, Need(options.device == "neuron"))
     if row is not None and row.efa_of_device:
         yield _pairs(machine, adapters, row)
     if not missing or len(missing) < len(wanted):  # libfabric sees what has a file
         num_here = len(adapters) - len(missing)
-        yield from _fabric(machine, num_here, is_neuron, is_needed=is_needed)
+        yield from _fabric(machine, num_here, is_neuron, need)
 
 
-def _adapters(adapters: Sequence[PciDevice], row: Instance | None, *, is_needed: bool) -> Finding:
+def _adapters(adapters: Sequence[PciDevice], row: Instance | None, need: Need) -> Finding:
     count = len(adapters)
     found = counted(count, "EFA adapter") if count else "no EFA adapter"
     facts: dict[str, Fact] = {"addresses": [adapter.address for adapter in adapters]}
@@ -80,29 +80,25 @@ def _adapters(adapters: Sequence[PciDevice], row: Instance | None, *, is_needed:
             facts=facts,
         )
     if count < row.num_efa:
-        return Finding(
-            check="efa.adapters",
-            grade=Grade.FAILED if is_needed else Grade.WARNING,
-            says=f"{count} of {row.num_efa} EFA adapters are attached: devices without their own "
+        return need.unmet(
+            "efa.adapters",
+            f"{count} of {row.num_efa} EFA adapters are attached: devices without their own "
             'end transfers with "No matching NIC"',
-            mend=_LAUNCH,
+            _LAUNCH,
             facts=facts,
         )
     return Finding.ok("efa.adapters", found, facts=facts)
 
 
-def _driver(
-    machine: Machine, adapters: Sequence[PciDevice], *, is_needed: bool
-) -> Iterator[Finding]:
+def _driver(machine: Machine, adapters: Sequence[PciDevice], need: Need) -> Iterator[Finding]:
     version = machine.read(_DRIVER_FILE)
     bare = [adapter.address for adapter in adapters if adapter.driver != "efa"]
     if bare:
-        yield Finding(
-            check="efa.driver",
-            grade=Grade.FAILED if is_needed else Grade.WARNING,
-            says=f"the EFA driver does not have {len(bare)} of {len(adapters)} adapters"
+        yield need.unmet(
+            "efa.driver",
+            f"the EFA driver does not have {len(bare)} of {len(adapters)} adapters"
             + ("" if version else ": it is not loaded"),
-            mend="Install the driver with AWS's EFA installer, or sudo modprobe efa.",
+            "Install the driver with AWS's EFA installer, or sudo modprobe efa.",
             facts={"addresses": bare},
         )
     else:
@@ -128,7 +124,7 @@ def _device_files(machine: Machine) -> tuple[list[str], list[str]]:
 
 
 def _verbs(
-    machine: Machine, wanted: list[str], missing: list[str], *, is_needed: bool
+    machine: Machine, wanted: list[str], missing: list[str], need: Need
 ) -> Iterator[Finding]:
     """Whether these files are here, and may be used. A container may have some of them."""
     if not wanted:
@@ -140,13 +136,7 @@ def _verbs(
         says += f"files: {missing[0]} is not here"
         if len(missing) == len(wanted):
             says = "there is no EFA device file in /dev/infiniband"
-        yield Finding(
-            check="efa.verbs",
-            grade=Grade.FAILED if is_needed else Grade.WARNING,
-            says=says,
-            mend=_CONTAINER,
-            facts=facts,
-        )
+        yield need.unmet("efa.verbs", says, _CONTAINER, facts=facts)
     elif closed:
         yield Finding.failed(
             "efa.verbs",
@@ -203,9 +193,7 @@ def _listed(row: Instance) -> str:
     return "; ".join(f"{','.join(numbers)} by {address}" for address, numbers in devices.items())
 
 
-def _fabric(
-    machine: Machine, num_adapters: int, is_neuron: bool, *, is_needed: bool
-) -> Iterator[Finding]:
+def _fabric(machine: Machine, num_adapters: int, is_neuron: bool, need: Need) -> Iterator[Finding]:
     found = libfabric.look(machine)
     if found is None:
         yield Finding.warning(
@@ -217,12 +205,11 @@ def _fabric(
         return
     facts: dict[str, Fact] = {"version": found.version, "domains": list(found.domains)}
     if len(found.domains) < num_adapters:
-        yield Finding(
-            check="efa.libfabric",
-            grade=Grade.FAILED if is_needed else Grade.WARNING,
-            says=f"libfabric sees {len(found.domains)} of {num_adapters} EFA adapters"
+        yield need.unmet(
+            "efa.libfabric",
+            f"libfabric sees {len(found.domains)} of {num_adapters} EFA adapters"
             + (f": {found.words}" if found.words else ""),
-            mend="Are the device files of all adapters here (above), and no others in "
+            "Are the device files of all adapters here (above), and no others in "
             "/dev/infiniband? FI_LOG_LEVEL=info fi_info -p efa says more.",
             facts=facts,
         )

@@ -82,6 +82,20 @@ class Finding:
             return msgspec.json.encode(_in_utf8(msgspec.to_builtins(self)))
 
 
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Whether something must be there. What keeps it from working is a failure then, and else a
+    warning, whose mend also says how to serve `without`, in a sentence."""
+
+    is_needed: bool
+    without: str = ""
+
+    def unmet(self, check: str, says: str, mend: str, *, facts: _Facts = _NO_FACTS) -> Finding:
+        if self.is_needed:
+            return Finding.failed(check, says, mend, facts=facts)
+        return Finding.warning(check, says, f"{mend} {self.without}".rstrip(), facts=facts)
+
+
 def _in_utf8(value: Any) -> Any:
     """The same JSON value; Python has lone surrogates where a name had other bytes."""
     if isinstance(value, str):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neuron_di.clock import Deadline
-from neuron_di.doctor.finding import Grade
+from neuron_di.doctor.finding import Need
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_instances import INSTANCES
 from neuron_di.doctor.options import DoctorOptions
@@ -92,14 +92,9 @@ def needs_neuron(machine: Machine, options: DoctorOptions) -> bool:
     return is_named or bool(machine.names("/dev/neuron[0-9]*"))
 
 
-def bad(machine: Machine, options: DoctorOptions) -> Grade:
-    """The grade of what keeps a server from Neuron devices."""
-    return Grade.FAILED if needs_neuron(machine, options) else Grade.WARNING
-
-
-def or_without(mend: str, grade: Grade) -> str:
-    """The mend, and that nothing has to be mended where no device is in /dev."""
-    return mend if grade is Grade.FAILED else f"{mend} To serve without Neuron: --device cpu."
+def need_of(machine: Machine, options: DoctorOptions) -> Need:
+    """Of Neuron devices."""
+    return Need(needs_neuron(machine, options), "To serve without Neuron: --device cpu.")
 
 
 def ask_library(machine: Machine, options: DoctorOptions) -> Asked:

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.amounts import counted
-from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.finding import Finding, Need
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import (
     Asked,
     ask_library,
-    bad,
     device_users,
     expects_neuron,
-    or_without,
+    need_of,
 )
 from neuron_di.doctor.neuron_instances import INSTANCES, NEURON_IDS, Instance
 from neuron_di.doctor.pci import instance_type, may_use, neuron_devices
@@ -46,7 +45,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     row = INSTANCES.get(instance_type(machine))
     yield _instance(machine, row)
     yield from _devices(machine, options, row)
-    yield from _health(machine, bad(machine, options))
+    yield from _health(machine, need_of(machine, options))
     yield from _cores(machine, options, row)
     yield from _users(machine)
 
@@ -93,15 +92,13 @@ def _devices(machine: Machine, options: DoctorOptions, row: Instance | None) -> 
         )
     if not files:
         if machine.read(DRIVER_FILE) is not None:  # else that is what is wrong
-            yield Finding(
-                check="neuron.devices",
-                grade=Grade.FAILED if options.device == "neuron" else Grade.WARNING,
-                says=f"there {'is' if len(on_bus) == 1 else 'are'} "
+            yield Need(options.device == "neuron").unmet(
+                "neuron.devices",
+                f"there {'is' if len(on_bus) == 1 else 'are'} "
                 f"{counted(len(on_bus), 'Neuron device')}, a driver, and no /dev/neuron0: this "
                 f"container has 0 of {len(on_bus)}",
-                mend="What uses none, as the proxy or --device cpu, needs nothing. Else give the "
-                "container the "
-                "devices: --device=/dev/neuron0 and so on, or the Kubernetes "
+                "What uses none, as the proxy or --device cpu, needs nothing. Else give the "
+                "container the devices: --device=/dev/neuron0 and so on, or the Kubernetes "
                 "resource aws.amazon.com/neuron. Elsewhere load the driver anew: "
                 "sudo rmmod neuron && sudo modprobe neuron.",
                 facts=facts,
@@ -159,7 +156,7 @@ def _no_devices(machine: Machine, options: DoctorOptions) -> Finding:
     )
 
 
-def _health(machine: Machine, bad_grade: Grade) -> Iterator[Finding]:
+def _health(machine: Machine, need: Need) -> Iterator[Finding]:
     """Errors that the driver counted since it was loaded. Some drivers show them to root only."""
     counts: dict[str, int] = {}
     sick: list[str] = []
@@ -174,11 +171,10 @@ def _health(machine: Machine, bad_grade: Grade) -> Iterator[Finding]:
         sick += [f"{name} {part}" for part in text.split(",") if part.strip() in _PARTS]
     if counts or sick:
         named = ", ".join([f"{name} {count}" for name, count in counts.items()] + sick)
-        yield Finding(
-            check="neuron.health",
-            grade=bad_grade,
-            says=f"the driver counts hardware errors: {named}",
-            mend=or_without(_RETIRE, bad_grade),
+        yield need.unmet(
+            "neuron.health",
+            f"the driver counts hardware errors: {named}",
+            _RETIRE,
             facts={"errors": counts, "unhealthy": sick},
         )
 
@@ -189,18 +185,14 @@ def _cores(machine: Machine, options: DoctorOptions, row: Instance | None) -> It
     yield from _unanswered(asked)
     if "total" not in asked.steps.found and asked.steps.begun != "total":
         return
-    bad_grade = bad(machine, options)
+    need = need_of(machine, options)
     if (failed := asked.failure_in_full("total")) is not None:
-        yield Finding(
-            check="neuron.cores",
-            grade=bad_grade,
-            says=f"the runtime cannot count the NeuronCores: {failed}",
-            mend=or_without(
-                "Load the driver (aws-neuronx-dkms) of the runtime's release; "
-                "NEURON_RT_VISIBLE_CORES and NEURON_LOGICAL_NC_CONFIG, if they are set, name what "
-                "this host has.",
-                bad_grade,
-            ),
+        yield need.unmet(
+            "neuron.cores",
+            f"the runtime cannot count the NeuronCores: {failed}",
+            "Load the driver (aws-neuronx-dkms) of the runtime's release; "
+            "NEURON_RT_VISIBLE_CORES and NEURON_LOGICAL_NC_CONFIG, if they are set, name what "
+            "this host has.",
         )
         return
     total = asked.steps.of("total")["num_cores"]
@@ -215,15 +207,12 @@ def _cores(machine: Machine, options: DoctorOptions, row: Instance | None) -> It
     if row is not None and is_part:  # a container has the cores of the devices that it was given
         wanted = wanted * num_files // row.num_devices
     if total == wanted or not num_files:
-        yield Finding(
-            check="neuron.cores",
-            grade=Grade.OK if total else bad_grade,
-            says=f"{counted(total, 'NeuronCore')}{grouped}{share}",
-            mend=""
-            if total
-            else or_without("Look at the driver, above: the runtime sees no device.", bad_grade),
-            facts=facts,
-        )
+        says = f"{counted(total, 'NeuronCore')}{grouped}{share}"
+        if total:
+            yield Finding.ok("neuron.cores", says, facts=facts)
+        else:
+            mend = "Look at the driver, above: the runtime sees no device."
+            yield need.unmet("neuron.cores", says, mend, facts=facts)
         return
     yield Finding.warning(
         "neuron.cores",

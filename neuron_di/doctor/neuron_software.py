@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from neuron_di.config import DoctorOptions
-from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.finding import Fact, Finding, Grade, Need
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.neuron_asked import Asked, ask_library, bad, expects_neuron, or_without
+from neuron_di.doctor.neuron_asked import Asked, ask_library, expects_neuron, need_of
 from neuron_di.doctor.neuron_devices import DRIVER_FILE
 from neuron_di.doctor.neuron_instances import INSTANCES, NEURON_IDS
 from neuron_di.doctor.pci import instance_type, neuron_devices
@@ -55,20 +55,20 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     driver = machine.read(DRIVER_FILE)
     asked = ask_library(machine, options)
     runtime = str(asked.steps.of("version").get("version", ""))
-    grade = bad(machine, options)
-    yield from _driver(machine, driver, grade)
-    yield from _runtime(asked, runtime, grade)
+    need = need_of(machine, options)
+    yield from _driver(machine, driver, need)
+    yield from _runtime(asked, runtime, need)
     if driver and runtime:
-        yield _pair(driver, runtime, _family(machine), grade)
+        yield _pair(driver, runtime, _family(machine), need)
     versions = {name: machine.package(name) for name in _PARTS}
-    yield from _packages(machine, grade)
+    yield from _packages(machine, need)
     yield from _releases(driver, runtime, versions)
-    yield from _torch(machine, versions["torch-neuronx"], grade)
-    yield from _inference(versions["neuronx-distributed-inference"], _family(machine), grade)
+    yield from _torch(machine, versions["torch-neuronx"], need)
+    yield from _inference(versions["neuronx-distributed-inference"], _family(machine), need)
     yield from _nixl(machine)
 
 
-def _driver(machine: Machine, driver: str | None, bad_grade: Grade) -> Iterator[Finding]:
+def _driver(machine: Machine, driver: str | None, need: Need) -> Iterator[Finding]:
     if driver:
         sdks = sdks_of("driver", driver)
         yield Finding.ok(
@@ -77,30 +77,21 @@ def _driver(machine: Machine, driver: str | None, bad_grade: Grade) -> Iterator[
             facts={"version": driver, "sdks": list(sdks)},
         )
     elif neuron_devices(machine):
-        yield Finding(
-            check="neuron.driver",
-            grade=bad_grade,
-            says="there are Neuron devices, and their driver is not loaded",
-            mend=or_without(
-                "Install aws-neuronx-dkms, then sudo modprobe neuron. Where it is installed, see "
-                "sudo dmesg: it is built for one kernel, and needs that kernel's headers.",
-                bad_grade,
-            ),
+        yield need.unmet(
+            "neuron.driver",
+            "there are Neuron devices, and their driver is not loaded",
+            "Install aws-neuronx-dkms, then sudo modprobe neuron. Where it is installed, see "
+            "sudo dmesg: it is built for one kernel, and needs that kernel's headers.",
         )
 
 
-def _runtime(asked: Asked, version: str, bad_grade: Grade) -> Iterator[Finding]:
+def _runtime(asked: Asked, version: str, need: Need) -> Iterator[Finding]:
     failed = asked.failure_in_full("library")
     if failed is not None or not asked.steps.of("library"):
-        yield Finding(
-            check="neuron.runtime",
-            grade=bad_grade,
-            says=f"the Neuron runtime cannot be loaded: {failed or asked.words or 'no answer'}",
-            mend=or_without(
-                "Install aws-neuronx-runtime-lib, or name its file with --libnrt or "
-                "NEURON_DI_LIBNRT.",
-                bad_grade,
-            ),
+        yield need.unmet(
+            "neuron.runtime",
+            f"the Neuron runtime cannot be loaded: {failed or asked.words or 'no answer'}",
+            "Install aws-neuronx-runtime-lib, or name its file with --libnrt or NEURON_DI_LIBNRT.",
         )
         return
     library = asked.steps.of("library")
@@ -115,19 +106,17 @@ def _runtime(asked: Asked, version: str, bad_grade: Grade) -> Iterator[Finding]:
     }
     major = numbers_of(version)[:1]
     if major and major != (RUNTIME_MAJOR,):
-        yield Finding(
-            check="neuron.runtime",
-            grade=bad_grade,
-            says=f"the runtime is {version}, and {RUNTIME_MAJOR}.x is supported",
-            mend=or_without(f"Install aws-neuronx-runtime-lib {RUNTIME_MAJOR}.x.", bad_grade),
+        yield need.unmet(
+            "neuron.runtime",
+            f"the runtime is {version}, and {RUNTIME_MAJOR}.x is supported",
+            f"Install aws-neuronx-runtime-lib {RUNTIME_MAJOR}.x.",
             facts=facts,
         )
     elif missing := [name for name in RUNTIME_FUNCTIONS if name in lacks]:
-        yield Finding(
-            check="neuron.runtime",
-            grade=bad_grade,
-            says=f"the runtime {version} lacks {', '.join(missing)}",
-            mend=or_without("Install a newer aws-neuronx-runtime-lib.", bad_grade),
+        yield need.unmet(
+            "neuron.runtime",
+            f"the runtime {version} lacks {', '.join(missing)}",
+            "Install a newer aws-neuronx-runtime-lib.",
             facts=facts,
         )
     else:
@@ -158,14 +147,13 @@ def _functions(lacks: list[str], version: str) -> Iterator[Finding]:
         )
 
 
-def _pair(driver: str, runtime: str, family: str, bad_grade: Grade) -> Finding:
+def _pair(driver: str, runtime: str, family: str, need: Need) -> Finding:
     facts: dict[str, Fact] = {"driver": driver, "runtime": runtime}
     if (why := why_not_together(runtime, driver, family)) is not None:
-        return Finding(
-            check="neuron.pair",
-            grade=bad_grade,
-            says=f"the runtime {runtime} does not start with the driver {driver}: {why}",
-            mend=or_without(_UPDATE, bad_grade),
+        return need.unmet(
+            "neuron.pair",
+            f"the runtime {runtime} does not start with the driver {driver}: {why}",
+            _UPDATE,
             facts=facts,
         )
     of_driver, of_runtime = sdks_of("driver", driver), sdks_of("runtime", runtime)
@@ -188,23 +176,19 @@ def _pair(driver: str, runtime: str, family: str, bad_grade: Grade) -> Finding:
     )
 
 
-def _packages(machine: Machine, bad_grade: Grade) -> Iterator[Finding]:
+def _packages(machine: Machine, need: Need) -> Iterator[Finding]:
     """What runs a model is there, and no placeholder."""
     missing = [name for name in _NEEDED if not _has_content(machine, name)]
     if not missing:
         return
     placeholders = [name for name in missing if machine.package(name) is not None]
     hollow = f"; {', '.join(placeholders)} is an empty placeholder" if placeholders else ""
-    yield Finding(
-        check="neuron.packages",
-        grade=bad_grade,
-        says=f"{' and '.join(missing)} cannot be used: not installed from AWS's index{hollow}",
-        mend=or_without(
-            "Install them: pip install neuronx-distributed-inference torch-neuronx neuronx-cc "
-            f"--extra-index-url {AWS_INDEX}, or use AWS's image (DLAMI), whose virtual "
-            "environments have them.",
-            bad_grade,
-        ),
+    yield need.unmet(
+        "neuron.packages",
+        f"{' and '.join(missing)} cannot be used: not installed from AWS's index{hollow}",
+        "Install them: pip install neuronx-distributed-inference torch-neuronx neuronx-cc "
+        f"--extra-index-url {AWS_INDEX}, or use AWS's image (DLAMI), whose virtual "
+        "environments have them.",
         facts={"missing": list(missing), "placeholders": list(placeholders)},
     )
 
@@ -260,28 +244,26 @@ def _releases(
     )
 
 
-def _torch(machine: Machine, torch_neuronx: str | None, bad_grade: Grade) -> Iterator[Finding]:
+def _torch(machine: Machine, torch_neuronx: str | None, need: Need) -> Iterator[Finding]:
     """torch-neuronx has code that is built for one torch, whose version its own begins with."""
     torch, wanted = machine.package("torch") or "", numbers_of(torch_neuronx or "")
     if len(wanted) > 3 and torch and numbers_of(torch)[:2] != wanted[:2]:
-        yield Finding(
-            check="neuron.torch",
-            grade=bad_grade,
-            says=f"torch-neuronx {torch_neuronx} is built for torch {short(torch_neuronx or '')}, "
+        yield need.unmet(
+            "neuron.torch",
+            f"torch-neuronx {torch_neuronx} is built for torch {short(torch_neuronx or '')}, "
             f"and torch {torch} is installed",
-            mend=or_without(f"pip install 'torch=={short(torch_neuronx or '')}.*'.", bad_grade),
+            f"pip install 'torch=={short(torch_neuronx or '')}.*'.",
             facts={"torch": torch, "torch_neuronx": torch_neuronx},
         )
 
 
-def _inference(version: str | None, family: str, bad_grade: Grade) -> Iterator[Finding]:
+def _inference(version: str | None, family: str, need: Need) -> Iterator[Finding]:
     numbers = numbers_of(version or "")[:2]
     if () < numbers < INFERENCE_MIN:
-        yield Finding(
-            check="neuron.inference",
-            grade=bad_grade,
-            says=f"NxD Inference {version} is too old: its KV has no room behind a slot",
-            mend=or_without(f"Install SDK {INFERENCE_MIN_SDK} or 2.28.", bad_grade),
+        yield need.unmet(
+            "neuron.inference",
+            f"NxD Inference {version} is too old: its KV has no room behind a slot",
+            f"Install SDK {INFERENCE_MIN_SDK} or 2.28.",
             facts={"version": version},
         )
     elif numbers >= (0, 9) and family in ("trn1", "trn1n", "inf2"):

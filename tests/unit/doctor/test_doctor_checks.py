@@ -25,8 +25,8 @@ def made_findings() -> Iterator[tuple[str, dict[str, ast.expr]]]:
             if isinstance(node, ast.Call):
                 function = ast.unparse(node.func)
                 arguments = {each.arg: each.value for each in node.keywords if each.arg}
-                if function.startswith("Finding."):
-                    grade = function.removeprefix("Finding.").upper()
+                if function.startswith("Finding.") or function.endswith(".unmet"):
+                    grade = function.rpartition(".")[2].upper().replace("UNMET", "FAILED")
                     arguments["grade"] = ast.parse(f"Grade.{grade}", mode="eval").body
                     arguments |= dict(zip(("check", "says", "mend"), node.args, strict=False))
                 elif function != "Finding":
