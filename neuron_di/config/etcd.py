@@ -7,7 +7,9 @@ options are written out for children.
 import re
 from dataclasses import dataclass
 
+from neuron_di.config.exposure import is_loopback
 from neuron_di.config.option import option
+from neuron_di.config.value import split_address
 from neuron_di.errors import ConfigError
 
 AUTO = "auto"
@@ -79,6 +81,13 @@ class EtcdOptions:
                 "neither --etcd-ca nor --etcd-user",
                 param="etcd",
             )
+
+    @property
+    def shows_password(self) -> bool:
+        """Whether a password crosses the network in the clear."""
+        if self.etcd_password_file is None or self.etcd_ca is not None:
+            return False
+        return not all(is_loopback(split_address(each)[0]) for each in self.etcd)
 
     @property
     def is_auto(self) -> bool:

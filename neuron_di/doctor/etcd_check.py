@@ -9,11 +9,9 @@ import re
 from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING
 
-from neuron_di.config import EtcdOptions, is_loopback
-from neuron_di.config.value import split_address
+from neuron_di.config import DoctorOptions, EtcdOptions
 from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di.errors import ConfigError, NeuronDiError
 
 if TYPE_CHECKING:  # gRPC is loaded where --etcd is given
@@ -75,9 +73,7 @@ def _secrets(options: EtcdOptions) -> Iterator[Finding]:
                 "chmod 600, for the user that the server runs as.",
                 facts={"flag": flag},
             )
-    if options.etcd_password_file is None or options.etcd_ca is not None:
-        return
-    if not all(is_loopback(split_address(each)[0]) for each in options.etcd):
+    if options.shows_password:
         yield Finding.warning(
             "etcd.secret",
             "the password for etcd crosses the network in the clear",

@@ -56,7 +56,6 @@ class ChildEtcd:
         self._hearing: asyncio.Task[None] | None = None
         self._last_words = ""  # of the process that ran last, on its standard error
         self._folder: OwnFolder | None = None
-        self.num_restarts = 0
 
     @property
     def pid(self) -> int | None:
@@ -161,7 +160,6 @@ class ChildEtcd:
             backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
             try:
                 await self._start()
-                self.num_restarts += 1
             except (ConfigError, OSError) as error:
                 _log.warning("etcd_restart_failed", reason=str(error))
                 if self.pid is not None:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import PeerRefused, PeerTimeout
-from neuron_di.etcd.connection import MESSAGE_BYTES_MAX, Connection, Endpoint
+from neuron_di.etcd.connection import MESSAGE_BYTES_MAX, TRY_TIMEOUT_S, Connection, Endpoint
 from neuron_di.etcd.failures import AnswerTooLarge, HistoryGone, UnknownLease
 from neuron_di.etcd.key_value import KeyRange, KeyValue, Listing, Page, key_value_of
 from neuron_di.etcd.messages import (
@@ -47,11 +47,9 @@ from neuron_di.etcd.security import Security
 from neuron_di.etcd.watch_stream import WatchBatch, raise_end, watch_stream, write
 
 CALL_TIMEOUT_S = 3.0
-TRY_TIMEOUT_S = 1.0  # after it another member is asked
 PAGE_KEYS = 1000  # for each page etcd counts all that come behind it, which takes it long
 LIST_KEYS_MAX = 100_000
 LIST_BYTES_MAX = 64 << 20  # of what a listing keeps
-SCAN_BYTES_MAX = 256 << 20  # of what is read for it
 LIST_STARTS_MAX = 3  # a compaction between two pages begins a listing anew
 
 
@@ -88,13 +86,9 @@ class EtcdClient:
         security: Security | None = None,
         *,
         call_timeout_s: float = CALL_TIMEOUT_S,
-        try_timeout_s: float = TRY_TIMEOUT_S,
     ) -> None:
         self._call_timeout_s = call_timeout_s
-        self._try_timeout_s = try_timeout_s
-        self._connection = Connection(
-            addresses, security or Security(), try_timeout_s=try_timeout_s
-        )
+        self._connection = Connection(addresses, security or Security())
         self._page_keys = PAGE_KEYS  # less while pages do not come in time
 
     @property
@@ -137,53 +131,33 @@ class EtcdClient:
         num_deleted: int = (await self._call(DELETE_RANGE, request, deadline)).deleted
         return num_deleted
 
-    async def list_keys(
-        self,
-        keys: KeyRange,
-        *,
-        keys_max: int = LIST_KEYS_MAX,
-        value_bytes_max: int = LIST_BYTES_MAX,
-        timeout_s: float | None = None,
-    ) -> Listing:
-        """These keys at one revision, read in pages, each of which gets `timeout_s` seconds.
-
-        At most `keys_max` of them, in order; those with larger values are left out.
-        """
+    async def list_keys(self, keys: KeyRange) -> Listing:
+        """These keys at one revision, in order: LIST_KEYS_MAX and LIST_BYTES_MAX at most."""
         for _ in range(LIST_STARTS_MAX - 1):
             try:
-                return await self._list(keys, keys_max, value_bytes_max, timeout_s)
+                return await self._list(keys)
             except HistoryGone:
                 continue
-        return await self._list(keys, keys_max, value_bytes_max, timeout_s)
+        return await self._list(keys)
 
-    async def _list(
-        self, keys: KeyRange, keys_max: int, value_bytes_max: int, timeout_s: float | None
-    ) -> Listing:
+    async def _list(self, keys: KeyRange) -> Listing:
         items: list[KeyValue] = []
-        num_bytes, num_scanned_bytes, num_left_out = 0, 0, 0
-        async with aclosing(self.pages(keys, timeout_s=timeout_s)) as pages:
+        num_bytes = 0
+        async with aclosing(self.pages(keys)) as pages:
             async for page in pages:
                 for num_read, item in enumerate(page.items):
-                    size = len(item.key) + len(item.value)
-                    is_full = len(items) >= keys_max or num_bytes + size > LIST_BYTES_MAX
-                    if is_full or num_scanned_bytes > SCAN_BYTES_MAX:
-                        num_left_out += page.num_left - num_read
+                    num_bytes += len(item.key) + len(item.value)
+                    if len(items) >= LIST_KEYS_MAX or num_bytes > LIST_BYTES_MAX:
+                        num_left_out = page.num_left - num_read
                         return Listing(items, page.revision, page.cluster_id, num_left_out)
-                    num_scanned_bytes += size
-                    if len(item.value) > value_bytes_max:
-                        num_left_out += 1
-                        continue
-                    num_bytes += size
                     items.append(item)
-        return Listing(items, page.revision, page.cluster_id, num_left_out)
+        return Listing(items, page.revision, page.cluster_id, num_left_out=0)
 
-    async def pages(
-        self, keys: KeyRange, *, timeout_s: float | None = None
-    ) -> AsyncGenerator[Page, None]:
+    async def pages(self, keys: KeyRange) -> AsyncGenerator[Page, None]:
         """These keys, in order, as they were at the first page's revision. One page at least.
 
-        Each page gets `timeout_s` seconds; where one takes longer, whoever asks again gets smaller
-        ones. HistoryGone where the revision is gone meanwhile.
+        Where one does not come in time, whoever asks again gets smaller ones. HistoryGone where
+        the revision is gone meanwhile.
         """
         start, revision, cluster_id = keys.first, 0, 0
         while True:
@@ -191,16 +165,15 @@ class EtcdClient:
             request = RangeRequest(
                 key=start, range_end=keys.end, limit=page_keys, revision=revision
             )
-            deadline = None if timeout_s is None else Deadline.after(timeout_s)
             asked_s = now_s()
             try:
-                page = await self._call(RANGE, request, deadline)
+                page = await self._call(RANGE, request, None)
             except (AnswerTooLarge, PeerTimeout) as error:
                 self._page_keys = max(1, page_keys // 8)
                 if page_keys == 1 or isinstance(error, PeerTimeout):
                     raise
                 continue
-            is_quick = 4 * (now_s() - asked_s) < self._try_timeout_s
+            is_quick = 4 * (now_s() - asked_s) < TRY_TIMEOUT_S
             if revision == 0:
                 revision, cluster_id = page.header.revision, page.header.cluster_id
             items = tuple(map(key_value_of, page.kvs))

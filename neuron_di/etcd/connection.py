@@ -22,6 +22,7 @@ from neuron_di.obs import LimitedLogger
 _log = LimitedLogger(__name__)
 
 MESSAGE_BYTES_MAX = 16 << 20
+TRY_TIMEOUT_S = 1.0  # after it another member is asked
 PAUSE_S_MIN = 0.05
 PAUSE_S_MAX = 0.5
 AUTHENTICATE_TIMEOUT_S = 10.0  # etcd hashes passwords one after the other: 200 workers queue
@@ -79,14 +80,11 @@ class Connection:
     yet when it is entered.
     """
 
-    def __init__(
-        self, addresses: Sequence[str], security: Security, *, try_timeout_s: float
-    ) -> None:
+    def __init__(self, addresses: Sequence[str], security: Security) -> None:
         if not addresses:
             raise ConfigError("etcd needs at least one address")
         self._addresses = tuple(addresses)
         self._security = security
-        self._try_timeout_s = try_timeout_s
         self._endpoints: list[Endpoint] = []
         self._current = 0
         self._token: str | None = None
@@ -134,7 +132,7 @@ class Connection:
         pause_s, num_tries, is_renewed = PAUSE_S_MIN, 0, False
         while True:
             endpoint, token = self.endpoint(), self._token
-            timeout_s = min(self._try_timeout_s, deadline.remaining_s())
+            timeout_s = min(TRY_TIMEOUT_S, deadline.remaining_s())
             try:
                 token = await self.token(endpoint, timeout_s)
                 self.num_attempts += 1
@@ -198,10 +196,10 @@ class Connection:
             self._token = None
 
     async def _authenticate(self, endpoint: Endpoint) -> str:
+        user, password = self._security.user, self._security.password
+        assert password is not None, "a user has one"
         try:
-            request = AuthenticateRequest(
-                name=self._security.user, password=self._security.secret()
-            )
+            request = AuthenticateRequest(name=user, password=password())
         except ConfigError as error:  # its file was there when we started
             raise PeerRefused(error.message) from None
         self.num_attempts += 1

@@ -58,7 +58,7 @@ class Page:
 class Listing:
     """The keys of a range at one revision of one cluster, in order.
 
-    `num_left_out` counts those that were more, or larger, than was asked for.
+    `num_left_out` counts those that were more than are read at once.
     """
 
     items: Sequence[KeyValue]

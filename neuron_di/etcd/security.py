@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from neuron_di.config import EtcdOptions, is_loopback
+from neuron_di.config import EtcdOptions
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
 
@@ -32,12 +32,6 @@ class Security:
         if (self.user is None) != (self.password is None):
             raise ConfigError("a user of etcd needs a password, and a password a user")
 
-    def secret(self) -> str:
-        """The user's password. ConfigError where it cannot be had."""
-        if self.password is None:
-            raise ConfigError("a user of etcd needs a password")
-        return self.password()
-
 
 def security_of(options: EtcdOptions) -> Security:
     """What the options' files hold. ConfigError, with its name, for one that cannot be read."""
@@ -47,7 +41,7 @@ def security_of(options: EtcdOptions) -> Security:
     else:
         password = _PasswordFile(Path(path))
         password()
-        if options.etcd_ca is None and not all(map(_is_near, options.etcd)):
+        if options.shows_password:
             _log.warning("etcd_password_in_the_clear", mend="give --etcd-ca")
     return Security(
         ca=_read(options.etcd_ca),
@@ -91,7 +85,3 @@ def _read(path: str | None) -> bytes | None:
     if b"-----BEGIN " not in text:
         raise ConfigError(f"{path} is not in PEM form")
     return text
-
-
-def _is_near(endpoint: str) -> bool:
-    return is_loopback(endpoint.rpartition(":")[0].strip("[]"))

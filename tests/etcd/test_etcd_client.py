@@ -58,7 +58,7 @@ def num_sockets():
     return sum(target.startswith("socket:") for target in targets)
 
 
-async def test_keys_leases_transactions_and_listings():
+async def test_keys_leases_transactions_and_listings(monkeypatch):
     async with running_etcd() as etcd, EtcdClient(etcd.addresses) as client:
         assert await client.get(b"/a") is None
         revision = await client.put(b"/a", b"1")
@@ -72,7 +72,8 @@ async def test_keys_leases_transactions_and_listings():
         listing = await client.list_keys(KeyRange.prefix(b"/c/"))
         assert (len(listing.items), listing.num_left_out) == (1000, 0)
         assert [item.key for item in listing.items] == sorted(item.key for item in listing.items)
-        listing = await client.list_keys(KeyRange.prefix(b"/c/"), keys_max=300)
+        monkeypatch.setattr("neuron_di.etcd.client.LIST_KEYS_MAX", 300)
+        listing = await client.list_keys(KeyRange.prefix(b"/c/"))
         assert (len(listing.items), listing.num_left_out) == (300, 700)
         assert await client.delete(KeyRange.prefix(b"/")) == 1002
         lease = await client.grant(1.5)
@@ -87,16 +88,17 @@ async def test_keys_leases_transactions_and_listings():
         assert (await client.status()).version >= "3.4"
 
 
-async def test_a_page_of_large_values_is_asked_for_in_smaller_pieces():
+async def test_a_page_of_large_values_is_asked_for_in_smaller_pieces(monkeypatch):
     async with running_etcd() as etcd, EtcdClient(etcd.addresses) as client:
         value = bytes(1 << 20)
         for number in range(20):
             await client.put(b"/%02d" % number, value)
         await client.put(b"/z", b"small")
-        listing = await client.list_keys(KeyRange.prefix(b"/"), value_bytes_max=1000)
-        assert ([item.key for item in listing.items], listing.num_left_out) == ([b"/z"], 20)
         listing = await client.list_keys(KeyRange.prefix(b"/"))
-        assert len(listing.items) == 21
+        assert (len(listing.items), listing.num_left_out) == (21, 0)
+        monkeypatch.setattr("neuron_di.etcd.client.LIST_BYTES_MAX", 2 << 20)
+        listing = await client.list_keys(KeyRange.prefix(b"/"))
+        assert (len(listing.items), listing.num_left_out) == (1, 20)
 
 
 async def test_the_leader_of_three_is_killed_and_then_another():
