@@ -53,14 +53,6 @@ _SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Accepted:
-    """A decode worker that may link."""
-
-    guest: Guest
-    plan: DevicePlan
-
-
-@dataclass(frozen=True, slots=True)
 class _Connected:
     """A prefill worker whose device this one's is linked to."""
 
@@ -102,7 +94,7 @@ class NrtEngine:
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._accepted: dict[Incarnation, _Accepted] = {}
+        self._guests: dict[Incarnation, Guest] = {}  # who were accepted
         self._connected: dict[Incarnation, _Connected] = {}
         self._region(Incarnation(""), 0)  # a device that no peer can be told of is refused now
         self._driver = open_driver(device, PROBE_BYTES)
@@ -161,27 +153,26 @@ class NrtEngine:
             raise PeerRefused("it has no Neuron device")
         plan = DevicePlan(self._geometry, self._geometry_of(region, layout))
         pairs = [(own, region.lncs[its]) for own, its in plan.pairs]
-        self._links.listen(self._host, self._options.nrt_control_port, self._guest_of)
+        self._links.listen(self._host, self._options.nrt_control_port, self._guests.get)
         # The runtime connects there, at a port that no peer names: only the host is in question.
         if reason := self._why_refused(region.host, self._links.port):
             raise PeerRefused(f"its device is where nobody connects: {reason}")
         with self._lock:
-            known = self._accepted.get(peer)
-            if known is not None and known.guest.region == region:
+            known = self._guests.get(peer)
+            if known is not None and known.region == region:
                 return
-            guest = Guest(region, pairs, NrtSender(self._times, self._complete))
-            self._accepted[peer] = _Accepted(guest, plan)
+            sender = NrtSender(self._times, self._complete)
+            self._guests[peer] = Guest(region, plan, pairs, sender)
         if known is not None:
-            error = PeerGone("it has another secret now")
-            self._links.finish(known.guest.sender.exchange, error)
+            self._links.finish(known.sender.exchange, PeerGone("it has another secret now"))
 
     def post_send(self, peer: Incarnation, send: Send) -> TransferToken:
         """The token ends, at the latest, when nobody accepts the offer in time."""
-        accepted = self._accepted.get(peer)
-        if accepted is None:
+        guest = self._guests.get(peer)
+        if guest is None:
             return TransferToken.over(PeerGone("no such decode worker was accepted"))
-        token, sender = TransferToken(), accepted.guest.sender
-        make_moves = partial(self._moves_out, accepted.plan, send)
+        token, sender = TransferToken(), guest.sender
+        make_moves = partial(self._moves_out, guest.plan, send)
         self._call(
             token,
             lambda: sender.post(send.tag, token, make_moves),
@@ -236,12 +227,12 @@ class NrtEngine:
         """What both ends agreed on goes on; everything else of this peer's ends."""
         with self._lock:
             connected = self._connected.pop(peer, None)
-            accepted = self._accepted.pop(peer, None)
+            guest = self._guests.pop(peer, None)
         error = PeerGone("the peer was disconnected")
         if connected is not None:
             self._links.finish(connected.receiver.exchange, error)
-        if accepted is not None:
-            self._links.finish(accepted.guest.sender.exchange, error)
+        if guest is not None:
+            self._links.finish(guest.sender.exchange, error)
 
     def close(self) -> None:
         deadline = Deadline.after(self._times.close_s)
@@ -250,22 +241,18 @@ class NrtEngine:
                 return
             self._is_closed = True
             idle = [each.receiver.idle for each in self._connected.values()]
-            idle += [each.guest.sender.idle for each in self._accepted.values()]
+            idle += [each.sender.idle for each in self._guests.values()]
         for event in idle:
             event.wait(deadline.remaining_s())
         with self._lock:
             self._connected.clear()
-            self._accepted.clear()
+            self._guests.clear()
         self._links.close(Deadline.after(self._times.close_s))  # for what was agreed on meanwhile
         deadline = Deadline.after(self._times.close_s)
         self._poster.end(deadline)
         self._tokens.end()
         self._tokens.join(deadline)
         self._driver.close()
-
-    def _guest_of(self, peer: Incarnation) -> Guest | None:
-        accepted = self._accepted.get(peer)
-        return None if accepted is None else accepted.guest
 
     def _geometry_of(self, region: NrtRegion, layout: KvLayout) -> KvGeometry:
         if region.is_tls != (self._tls is not None):

@@ -9,7 +9,6 @@ Next: neuron_di/transfer/nrt_frames.py
 import select
 import socket
 import ssl
-from dataclasses import dataclass
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout
@@ -65,14 +64,6 @@ class ControlLink:
         self._stream.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialled:
-    """A proved connection, and how large the peer's pool is."""
-
-    link: ControlLink
-    pool_bytes: int
-
-
 def dial_link(
     region: NrtRegion,
     hello: Hello,
@@ -81,9 +72,9 @@ def dial_link(
     tls: Tls | None,
     silence_s: float,
     deadline: Deadline,
-) -> Dialled:
-    """Decode side: connect and prove. `own_secret` is the one for this peer. PeerError where that
-    cannot be."""
+) -> tuple[ControlLink, int]:
+    """Decode side: (a proved connection, how many bytes the peer's pool has). `own_secret` is the
+    one for this peer. PeerError where that cannot be."""
     sock: socket.socket | None = None
     try:
         left_s = max(deadline.remaining_s(), 1e-3)
@@ -99,7 +90,7 @@ def dial_link(
             prefill_secret=region.secret,
             deadline=deadline,
         )
-        return Dialled(link=ControlLink(stream_of(sock, silence_s)), pool_bytes=pool_bytes)
+        return ControlLink(stream_of(sock, silence_s)), pool_bytes
     except BaseException as error:
         if sock is not None:
             sock.close()

@@ -29,6 +29,7 @@ from neuron_di.transfer.nrt_exchange import Exchange, NrtTimes
 from neuron_di.transfer.nrt_frames import READY, Frame
 from neuron_di.transfer.nrt_handshake import Handshake
 from neuron_di.transfer.nrt_link import ControlLink, dial_link, why_not
+from neuron_di.transfer.nrt_plan import DevicePlan
 from neuron_di.transfer.nrt_poster import Poster
 from neuron_di.transfer.nrt_receiver import NrtReceiver
 from neuron_di.transfer.nrt_sender import NrtSender
@@ -50,6 +51,7 @@ class Guest:
     """A decode worker that may link. `pairs` are a rank here and a core there, each."""
 
     region: NrtRegion
+    plan: DevicePlan
     pairs: Sequence[tuple[int, int]]
     sender: NrtSender
     attempt: int = 0
@@ -116,7 +118,7 @@ class NrtLinks:
                 decode=self._pool.incarnation,
                 prefill=peer,
             )
-            dialled = dial_link(
+            link, pool_bytes = dial_link(
                 region,
                 hello,
                 own_secret=pair_secret(self._secret, peer),
@@ -124,9 +126,8 @@ class NrtLinks:
                 silence_s=self._times.silence_s,
                 deadline=deadline.earlier_of(Deadline.after(self._times.proof_s)),
             )
-            link = dialled.link
             try:
-                if dialled.pool_bytes != region.num_blocks * self._pool.layout.block_bytes:
+                if pool_bytes != region.num_blocks * self._pool.layout.block_bytes:
                     raise PeerRefused("its pool is not one of as many blocks of this layout")
                 exchange = self._handshake(link, peer, region, deadline).as_decode(pairs)
                 self._keep(peer, "receive", exchange)

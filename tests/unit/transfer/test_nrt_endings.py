@@ -67,7 +67,7 @@ def cut(two):
 
 def until_agreed(two):
     """Prefill knows that its one offer is accepted."""
-    outgoing = two.prefill.engine._accepted[DECODE].guest.sender._outgoing
+    outgoing = two.prefill.engine._guests[DECODE].sender._outgoing
     until(lambda: any(each.is_accepted for each in list(outgoing.values())))
 
 
@@ -144,7 +144,7 @@ def test_an_accept_that_crosses_a_withdrawal_counts():
         with held(two.decode):
             outcome = two.post(receive)
             send = two.send(receive)
-            outgoing = two.prefill.engine._accepted[DECODE].guest.sender._outgoing
+            outgoing = two.prefill.engine._guests[DECODE].sender._outgoing
             until(lambda: any(each.is_withdrawn for each in list(outgoing.values())))
         assert outcome.error() is None
         assert ended(send) is None
@@ -327,7 +327,7 @@ def test_a_bug_in_an_offer_ends_the_send_and_others_go_on(monkeypatch):
 
         monkeypatch.setattr(ControlLink, "send", failing)
         assert isinstance(ended(two.send(receive)), LocalProtocolError)
-        assert two.prefill.engine._accepted[DECODE].guest.sender.idle.is_set()
+        assert two.prefill.engine._guests[DECODE].sender.idle.is_set()
         assert ended(two.send(receive)) is None
         assert outcome.error() is None
         check_moves(two)

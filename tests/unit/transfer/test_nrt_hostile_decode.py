@@ -32,7 +32,7 @@ def hostile_decode(two):
     region = two.prefill.engine.local_region(DECODE)
     own = two.decode.engine.local_region(PREFILL)
     hello = Hello(attempt=1, index=0, num_streams=1, decode=DECODE, prefill=PREFILL)
-    dialled = dial_link(
+    link, _ = dial_link(
         region,
         hello,
         own_secret=own.secret,
@@ -40,7 +40,7 @@ def hostile_decode(two):
         silence_s=5.0,
         deadline=Deadline.after(5.0),
     )
-    with closing(dialled.link) as link:
+    with closing(link):
         yield link
 
 
