@@ -13,6 +13,7 @@ from neuron_di.clock import now_s
 from neuron_di.config import CompileOptions
 from neuron_di.errors import ConfigError
 from neuron_di.obs import setup_logging
+from neuron_di.stop_signals import raising_on
 
 SUMMARY = "compile a model for NeuronCores, once for each configuration"
 
@@ -40,7 +41,7 @@ def run_compile(options: CompileOptions) -> int:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     start_s = now_s()
     with (
-        _sigterm_unwinds(),
+        raising_on(signal.SIGTERM),  # so that nothing half-made is left
         _others_say_it_on_stderr(),
         _progress(console, lambda: num_bytes_in(root, manifest.key)),
     ):
@@ -49,20 +50,6 @@ def run_compile(options: CompileOptions) -> int:
     console.print(f"{words}: {manifest.key}")
     sys.stdout.write(f"{compiled.folder}\n")
     return 0
-
-
-@contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    """Meanwhile SIGTERM ends this process as an exception, so that nothing half-made is left."""
-
-    def end(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -3,6 +3,11 @@
 import asyncio
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 HURRIED_CODE = 130
 
@@ -32,3 +37,23 @@ def end_by_sigterm_while_starting() -> None:
     """
     if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
+
+
+@contextmanager
+def raising_on(*signals: signal.Signals) -> Iterator[None]:
+    """Meanwhile each of these raises SystemExit, with what a shell makes of it, as Ctrl-C raises:
+    so what was begun is ended in order. One that is ignored stays so."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # others may set no handlers
+        for number in signals:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

@@ -32,6 +32,7 @@ from neuron_di.status import (
     printable,
     shown_duration,
 )
+from neuron_di.stop_signals import raising_on
 from neuron_di.top_figures import Buckets, Look, quantile, rate, read_look
 from neuron_di_proxy.partners import shown_digest
 from neuron_di_proxy.status import WorkerReport
@@ -72,7 +73,6 @@ def show_top(
     view.look_if_there()  # a wrong key shows at once
     # A script's background job is born deaf to Ctrl-C, and this would then never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _end)  # else the terminal would stay as it is drawn on
     live = Live(
         get_renderable=lambda: view,
         console=console,
@@ -80,16 +80,12 @@ def show_top(
         refresh_per_second=REFRESHES_PER_S,
     )
     try:
-        with live:
+        with raising_on(signal.SIGTERM), live:  # else the terminal would stay as it is drawn on
             while True:
                 sleep_s(interval_s)
                 view.look_if_there()
     except KeyboardInterrupt:
         return 0
-
-
-def _end(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
 
 
 class View:

@@ -1,16 +1,12 @@
 """`neuron-di doctor`: what it does with its flags."""
 
 import argparse
-import io
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from neuron_di.clock import now_s
 from neuron_di.doctor.checks import Check, chosen
@@ -20,34 +16,15 @@ from neuron_di.doctor.options import DoctorOptions, read_options
 from neuron_di.doctor.report import Doing, FindingPrinter, Report
 from neuron_di.doctor.runner import run_check
 from neuron_di.errors import ConfigError, NeuronDiError
+from neuron_di.stop_signals import raising_on
 
 
+@raising_on(signal.SIGTERM, signal.SIGHUP)
 def run(flags: argparse.Namespace) -> int:
     """Returns the exit code: 1 when something failed. Raises ConfigError.
 
     SystemExit on SIGTERM and SIGHUP, with what a shell makes of that signal.
     """
-    _open_streams()
-    with _signals_raise():
-        return _run(flags)
-
-
-def _open_streams() -> None:
-    """A stream that was closed swallows all, and its number is no check's; one that lacks a
-    character of ours writes another."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _run(flags: argparse.Namespace) -> int:
     machine = Machine()
     options = read_options(flags, machine.environment)
     checks = chosen(options)
@@ -98,25 +75,6 @@ def _writing() -> Iterator[None]:
         # What is still to be written would fail anew at the end, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise NeuronDiError(f"standard output cannot be written: {error.strerror}") from error
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """As Ctrl-C does, so that what was begun is ended in order. One that is ignored stays so."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # others may set no handlers
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, _end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _examine(
