@@ -13,9 +13,7 @@ from textwrap import fill
 from typing import Any
 
 from neuron_di import __version__
-from neuron_di.bench import SUMMARY as BENCH_SUMMARY
 from neuron_di.bench import add_bench_flags, run_bench_command
-from neuron_di.compile_command import SUMMARY as COMPILE_SUMMARY
 from neuron_di.compile_command import run_compile
 from neuron_di.config import (
     CompileOptions,
@@ -26,20 +24,18 @@ from neuron_di.config import (
     add_flags,
     load_options,
 )
-from neuron_di.conformance_command import SUMMARY as CONFORMANCE_SUMMARY
 from neuron_di.conformance_command import add_conformance_flags, run_conformance_command
-from neuron_di.doctor import SUMMARY as DOCTOR_SUMMARY
 from neuron_di.doctor import add_doctor_flags, run_doctor_command
-from neuron_di.drain_command import SUMMARY as DRAIN_SUMMARY
-from neuron_di.drain_command import add_drain_flags, run_drain_command
 from neuron_di.errors import ConfigError, NeuronDiError
-from neuron_di.key_command import SUMMARY as KEY_SUMMARY
 from neuron_di.key_command import add_key_flags, run_key_command
 from neuron_di.obs import LaunchReport, say, setup_logging
-from neuron_di.role_command import SUMMARY as ROLE_SUMMARY
-from neuron_di.role_command import add_role_flags, run_role_command
+from neuron_di.order_commands import (
+    add_drain_flags,
+    add_role_flags,
+    run_drain_command,
+    run_role_command,
+)
 from neuron_di.stop_signals import end_by_sigterm_while_starting
-from neuron_di.transfer_bench import SUMMARY as TRANSFER_SUMMARY
 from neuron_di.transfer_bench import add_bench_transfer_flags, run_bench_transfer
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -261,20 +257,20 @@ _GROUPS: dict[str, dict[str, str]] = {
         "serve": "serve a model on this machine: a proxy and its workers",
         "proxy": "run the proxy alone",
         "worker": "run one worker alone",
-        "compile": COMPILE_SUMMARY,
+        "compile": "compile a model for NeuronCores, once for each configuration",
     },
     "operating": {
         "status": "show which workers are there and what they do",
         "top": "watch workers, load and transfers, live",
-        "drain": DRAIN_SUMMARY,
-        "role": ROLE_SUMMARY,
-        "key": KEY_SUMMARY,
+        "drain": "let a worker finish its requests, end it, check that it is gone",
+        "role": "change a worker's role while it runs, and check that it switched",
+        "key": "make, list or revoke API keys",
     },
     "measuring and checking": {
-        "bench": BENCH_SUMMARY,
-        "bench-transfer": TRANSFER_SUMMARY,
-        "conformance": CONFORMANCE_SUMMARY,
-        "doctor": DOCTOR_SUMMARY,
+        "bench": "measure an OpenAI endpoint: latencies, throughput, goodput",
+        "bench-transfer": "measure how fast KV moves between two processes or two hosts",
+        "conformance": "compare two OpenAI endpoints, field by field",
+        "doctor": "check this machine, and say how to mend what is wrong",
     },
 }
 

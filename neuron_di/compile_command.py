@@ -15,8 +15,6 @@ from neuron_di.errors import ConfigError
 from neuron_di.obs import setup_logging
 from neuron_di.stop_signals import raising_on
 
-SUMMARY = "compile a model for NeuronCores, once for each configuration"
-
 _LINE_EVERY_S = 60.0  # where nobody sees a line change
 _LOOK_EVERY_S = 1.0
 

@@ -8,7 +8,6 @@ Next: neuron_di/testing/conformance/command.py
 
 import argparse
 
-SUMMARY = "compare two OpenAI endpoints, field by field"
 LONG_PROMPT_CHARS = 100_000
 
 

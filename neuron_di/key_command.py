@@ -20,14 +20,13 @@ from neuron_di_proxy.key_file import (
 
 _EXPIRES_DAYS_MAX = 36_500
 
-SUMMARY = "make, list or revoke API keys"
 
-# Flag, type and help of what a key may say of its tenant. Each process of a proxy has its part.
+# Name, type and help of what a key may say of its tenant. Each process of a proxy has its part.
 _LIMITS: tuple[tuple[str, type, str], ...] = (
-    ("requests-max", int, "requests open at once in each proxy; one more gets 429"),
-    ("requests-per-minute", int, "requests per minute, in each proxy"),
-    ("tokens-per-minute", int, "tokens of prompts and answers per minute, likewise"),
-    ("max-tokens", int, "tokens of one answer"),
+    ("requests_max", int, "requests open at once in each proxy; one more gets 429"),
+    ("requests_per_minute", int, "requests per minute, in each proxy"),
+    ("tokens_per_minute", int, "tokens of prompts and answers per minute, likewise"),
+    ("max_tokens", int, "tokens of one answer"),
     ("weight", float, "share where tenants compete (default: 1)"),
 )
 
@@ -46,8 +45,9 @@ def add_key_flags(parser: argparse.ArgumentParser) -> None:
         help="may see /status and /metrics, drain workers, change roles",
     )
     create.add_argument("--expires-days", type=float, metavar="DAYS", help="days it is valid")
-    for flag, kind, words in _LIMITS:
-        create.add_argument(f"--{flag}", type=kind, metavar="N", help=words)
+    for name, kind, words in _LIMITS:
+        flag = f"--{name.replace('_', '-')}"
+        create.add_argument(flag, type=kind, metavar="N", help=words)
     _verb(verbs, "list", "show all keys, without their secrets")
     revoke = _verb(verbs, "revoke", "take keys out; a running proxy notices within a second")
     revoke.add_argument("name", metavar="ID|NAME", help="one key's id, or a tenant for all of its")
@@ -73,9 +73,7 @@ def _create(path: Path, flags: argparse.Namespace) -> str:
     keys = read_key_file(path) if path.exists() else {}
     key_id, text, digest = make_key()
     now = datetime.fromtimestamp(int(unix_s()), UTC)
-    given: dict[str, Any] = {
-        flag.replace("-", "_"): getattr(flags, flag.replace("-", "_")) for flag, _, _ in _LIMITS
-    }
+    given: dict[str, Any] = {name: getattr(flags, name) for name, _, _ in _LIMITS}
     fields = {name: value for name, value in given.items() if value is not None}
     former = [record for record in keys.values() if record.tenant == flags.name]
     if former:
@@ -140,10 +138,9 @@ def _day(moment: datetime | None, otherwise: str) -> str:
 
 def _limits_of(record: KeyRecord) -> str:
     values = msgspec.structs.asdict(record)
-    names = [flag.replace("-", "_") for flag, _, _ in _LIMITS]
     words = [
         f"{name}={values[name]:g}"
-        for name in names
+        for name, _, _ in _LIMITS
         if values[name] is not None and (name, values[name]) != ("weight", 1.0)
     ]
     return " ".join(["operator"] * record.operator + words)

@@ -12,6 +12,6 @@ Next: neuron_di/bench/run.py
 """
 
 from neuron_di.bench.command import run_bench_command
-from neuron_di.bench.flags import SUMMARY, add_bench_flags
+from neuron_di.bench.flags import add_bench_flags
 
-__all__ = ["SUMMARY", "add_bench_flags", "run_bench_command"]
+__all__ = ["add_bench_flags", "run_bench_command"]

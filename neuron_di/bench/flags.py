@@ -4,7 +4,6 @@ import argparse
 
 from neuron_di.bench.presets import PRESETS
 
-SUMMARY = "measure an OpenAI endpoint: latencies, throughput, goodput"
 KEY_VARIABLE = "KEY_NEURON_DI"  # whoever can list processes can read flags
 LENGTHS = "N, normal:MEAN,DEVIATION[,LEAST,MOST], uniform:LEAST,MOST or lognormal:MEDIAN,SIGMA[,…]"
 

@@ -11,6 +11,6 @@ Every other module is one check. Importing this loads none of them.
 Next: neuron_di/doctor/checks.py
 """
 
-from neuron_di.doctor.entry import SUMMARY, add_doctor_flags, run_doctor_command
+from neuron_di.doctor.entry import add_doctor_flags, run_doctor_command
 
-__all__ = ["SUMMARY", "add_doctor_flags", "run_doctor_command"]
+__all__ = ["add_doctor_flags", "run_doctor_command"]

@@ -8,8 +8,6 @@ import argparse
 from neuron_di.config import DoctorOptions, add_flags
 from neuron_di.doctor.checks import GROUPS
 
-SUMMARY = "check this machine, and say how to mend what is wrong"
-
 _EPILOG = (
     f"Groups of checks: {', '.join(GROUPS)}. Flags that a server has too mean the same here, and "
     "so do its variables and its file: give the doctor those that the server will get; --json and "

@@ -12,6 +12,6 @@ Next: neuron_di/transfer_bench/measure.py
 """
 
 from neuron_di.transfer_bench.entry import measure_transfers, run_bench_transfer
-from neuron_di.transfer_bench.flags import SUMMARY, add_bench_transfer_flags
+from neuron_di.transfer_bench.flags import add_bench_transfer_flags
 
-__all__ = ["SUMMARY", "add_bench_transfer_flags", "measure_transfers", "run_bench_transfer"]
+__all__ = ["add_bench_transfer_flags", "measure_transfers", "run_bench_transfer"]

@@ -2,7 +2,6 @@
 
 import argparse
 
-SUMMARY = "measure how fast KV moves between two processes or two hosts"
 KEY_VARIABLE = "KEY_NEURON_DI_TRANSFER"  # whoever can list processes can read flags
 READY_WORDS = "bench-transfer listens on"
 AUTO = "auto"

@@ -21,7 +21,7 @@ from manifest_kit import (
 
 from neuron_di.cli import _add_proxy_flags
 from neuron_di.config import FlagParser
-from neuron_di.drain_command import add_drain_flags
+from neuron_di.order_commands import add_drain_flags
 
 FILES = sorted(KUBERNETES.rglob("*.yaml"))
 WORKERS = ("prefill", "decode")

@@ -1,19 +1,26 @@
-"""`neuron-di drain WORKER`: no new requests, running ones finish, then it is gone."""
+"""`neuron-di drain WORKER`: no new requests, running ones finish, then it is gone; `neuron-di role
+WORKER ROLE`: another role at run time, and the proof that it did switch."""
 
 import argparse
 import math
-
-SUMMARY = "let a worker finish its requests, end it, check that it is gone"
 
 
 def add_drain_flags(parser: argparse.ArgumentParser) -> None:
     """Beside those that say where the proxy is."""
     parser.usage = "%(prog)s WORKER [flags]"
     parser.add_argument("worker", metavar="WORKER", help="its name, as `neuron-di status` shows it")
-    add_order_flags(parser)
+    _add_order_flags(parser)
 
 
-def add_order_flags(parser: argparse.ArgumentParser) -> None:
+def add_role_flags(parser: argparse.ArgumentParser) -> None:
+    """Beside those that say where the proxy is."""
+    parser.usage = "%(prog)s WORKER ROLE [flags]"
+    parser.add_argument("worker", metavar="WORKER", help="its name, as `neuron-di status` shows it")
+    parser.add_argument("role", choices=("prefill", "decode", "both"), help="what it is to do")
+    _add_order_flags(parser)
+
+
+def _add_order_flags(parser: argparse.ArgumentParser) -> None:
     """What all orders have."""
     parser.add_argument(
         "--timeout-s",
@@ -45,3 +52,17 @@ def run_drain_command(flags: argparse.Namespace, key: str | None) -> int:
 
     order = {"worker": flags.worker, "timeout_s": flags.timeout_s, "force": flags.force}
     return show_order(flags.worker, give_order(flags.url, "/admin/drain", order, key))
+
+
+def run_role_command(flags: argparse.Namespace, key: str | None) -> int:
+    """Returns the exit code: 1 when it did not switch, or a request failed or was cut."""
+    from neuron_di.admin_orders import give_order
+    from neuron_di.order_terminal import show_order
+
+    order = {
+        "worker": flags.worker,
+        "role": flags.role,
+        "timeout_s": flags.timeout_s,
+        "force": flags.force,
+    }
+    return show_order(flags.worker, give_order(flags.url, "/admin/role", order, key), "role")
