@@ -38,7 +38,7 @@ RUNTIME_FUNCTIONS = (  # without which no worker runs
     *("nrt_init", "nrt_close", "nrt_tensor_allocate", "nrt_tensor_read", "nrt_tensor_write"),
 )
 # As in AWS's tutorials. Without the gate a worker offers no send/receive between devices.
-_DEFAULTS = {ENABLED_VARIABLE: "1", PORT_VARIABLE: "45645"}
+SEND_RECEIVE_DEFAULTS = {ENABLED_VARIABLE: "1", PORT_VARIABLE: "45645"}
 # What the rendezvous of send and receive leaves behind when its process is killed; the older name
 # is of all users.
 LOCK_FOLDER = Path("/tmp")  # noqa: S108
@@ -176,7 +176,7 @@ def worker_environment(environ: Mapping[str, str], cores: range) -> dict[str, st
     otherwise. NEURON_RT_NUM_CORES goes: the cores are named.
     """
     kept = {name: value for name, value in environ.items() if name != NUM_CORES}
-    return _DEFAULTS | kept | {VISIBLE_CORES: as_text(cores), SHARED_MEMORY_OF_EFA: "0"}
+    return SEND_RECEIVE_DEFAULTS | kept | {VISIBLE_CORES: as_text(cores), SHARED_MEMORY_OF_EFA: "0"}
 
 
 def bootstrap_locks_of_others(folder: Path | None = None) -> list[str]:

@@ -5,10 +5,8 @@ from typing import Literal
 
 from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.neuron import libnrt_option
-from neuron_di.config.option import option
+from neuron_di.config.option import PORT_MAX, option
 from neuron_di.config.transfer import TransferOptions
-
-PORT_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ Form = Literal[
 ]
 
 VARIABLE_PREFIX = "NEURON_DI_"
+PORT_MAX = 65_535
 
 T = TypeVar("T")
 

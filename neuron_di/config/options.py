@@ -13,14 +13,12 @@ from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.front import FrontOptions
 from neuron_di.config.limits import HandOverOptions, LimitOptions
 from neuron_di.config.neuron import NeuronOptions
-from neuron_di.config.option import ByteSize, option
+from neuron_di.config.option import PORT_MAX, ByteSize, option
 from neuron_di.config.routing import RoutingOptions
 from neuron_di.config.transfer import TransferOptions
 from neuron_di.config.worker_addresses import WorkerAddressOptions
 from neuron_di.errors import ConfigError
 from neuron_di.types import WORKER_ID_PATTERN, Role
-
-PORT_MAX = 65535
 
 
 def _dtype() -> Any:

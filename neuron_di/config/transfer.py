@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from neuron_di.config.option import ByteSize, option
+from neuron_di.config.option import PORT_MAX, ByteSize, option
 from neuron_di.errors import ConfigError
 
 AUTO = "auto"
@@ -41,7 +41,7 @@ class TransferOptions:
         form="ADDRESS",
     )
     transfer_port: int = option(
-        "port of that address; 0 takes any free one", default=0, at_least=0, at_most=65535
+        "port of that address; 0 takes any free one", default=0, at_least=0, at_most=PORT_MAX
     )
     transfer_streams: int = option(
         "connections per pair of workers that large KV is spread over, where it goes by tcp: more "
@@ -55,7 +55,7 @@ class TransferOptions:
         "goes from device to device by the engine nrt; 0 takes any free one",
         default=0,
         at_least=0,
-        at_most=65535,
+        at_most=PORT_MAX,
     )
     nixl_backend: Literal["UCX", "LIBFABRIC"] = option(
         "what moves KV beneath the engine nixl: UCX, or LIBFABRIC, as for EFA on AWS; both workers "

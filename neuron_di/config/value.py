@@ -5,7 +5,7 @@ import re
 import reprlib
 from typing import Any, Literal, get_args, get_origin
 
-from neuron_di.config.option import ByteSize, OptionSpec
+from neuron_di.config.option import PORT_MAX, ByteSize, OptionSpec
 from neuron_di.errors import ConfigError
 
 _HOST_PORT = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})"
@@ -15,7 +15,6 @@ _FORMS = {
     "tcp://HOST:PORT": re.compile("tcp://" + _HOST_PORT),
     "http://HOST:PORT": re.compile("http://" + _HOST_PORT + "/?"),
 }
-_PORT_MAX = 65535
 
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True}
 _BOOLS |= {"false": False, "0": False, "no": False, "off": False}
@@ -148,5 +147,5 @@ def _check_text(spec: OptionSpec, text: str) -> None:
         raise ValueError(text)
     if spec.form in _FORMS:
         match = _FORMS[spec.form].fullmatch(text)
-        if match is None or int(match["port"] or 0) > _PORT_MAX:
+        if match is None or int(match["port"] or 0) > PORT_MAX:
             raise ValueError(text)

@@ -11,11 +11,10 @@ from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 from neuron_di.config.control_group import Read, text_of
-from neuron_di.config.option import option
+from neuron_di.config.option import PORT_MAX, option
 from neuron_di.errors import ConfigError
 
 _PORTS = re.compile(r"(?P<low>[0-9]{1,5})-(?P<high>[0-9]{1,5})")
-_PORT_MAX = 65535
 _PICKED = "/proc/sys/net/ipv4/ip_local_port_range"
 # Instance metadata. That at 169.254.169.254, which most clouds have, is link-local.
 _METADATA = (IPv6Address("fd00:ec2::254"), IPv4Address("100.100.100.200"))
@@ -123,7 +122,7 @@ def _read_networks(texts: tuple[str, ...]) -> tuple[_Network, ...]:
 def _read_ports(text: str) -> range:
     match = _PORTS.fullmatch(text)
     low, high = (int(match["low"]), int(match["high"])) if match else (0, 0)
-    if not 0 < low <= high <= _PORT_MAX:
+    if not 0 < low <= high <= PORT_MAX:
         raise ConfigError(
             f"--worker-ports takes a range such as 20000-29999, not {text[:32]!r}",
             param="worker_ports",

@@ -5,13 +5,12 @@ A value may hold a password, as a proxy's URL does: names are told, values are n
 
 from collections.abc import Iterator
 
-from neuron_di.config import refused_variables
+from neuron_di.config import DoctorOptions, refused_variables
+from neuron_di.config.option import VARIABLE_PREFIX
 from neuron_di.doctor.amounts import counted
 from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 
-_OURS = "NEURON_DI_"
 # Each binds a process's first thread to the first core: tried with torch's and the system's OpenMP.
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY")
 _NOT_BOUND = {"false", ""}
@@ -34,9 +33,8 @@ def _ours(machine: Machine) -> Iterator[Finding]:
             f"Correct {name}, or unset it.",
             facts={"name": name},
         )
-    names = sorted(
-        name for name in machine.environment if name.startswith(_OURS) and name not in refused
-    )
+    ours = {name for name in machine.environment if name.startswith(VARIABLE_PREFIX)}
+    names = sorted(ours - refused.keys())
     if names or not refused:
         words = "no variable NEURON_DI_* is set"
         if names:

@@ -7,16 +7,18 @@ disaggregated inference tutorials; libfabric's manual of the EFA provider.
 from collections.abc import Iterator, Mapping
 
 from neuron_di.config import DoctorOptions
+from neuron_di.config.option import PORT_MAX
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import expects_neuron
 from neuron_di.doctor.neuron_instances import INSTANCES
 from neuron_di.doctor.pci import instance_type
-from neuron_di.doctor.reserved_ports import reserve_mend, reserved_ports
+from neuron_di.doctor.reserved_ports import outgoing_ports, reserve_mend, reserved_ports
 from neuron_di.errors import ConfigError
 from neuron_di.neuron_cores import (
     LOGICAL_CORES,
     NUM_CORES,
+    SEND_RECEIVE_DEFAULTS,
     SHARED_MEMORY_OF_EFA,
     VISIBLE_CORES,
     parse_cores,
@@ -28,9 +30,7 @@ _TIMEOUT = "NEURON_RT_EXEC_TIMEOUT"
 _LOG_LEVEL = "NEURON_RT_LOG_LEVEL"
 _LOG_LEVELS = ("QUIET", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE")
 _ASYNC = "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"
-_EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
-_PORT_MAX = 65_535
-_DEFAULTS = {ENABLED_VARIABLE: "1", PORT_VARIABLE: "45645", SHARED_MEMORY_OF_EFA: "0"}
+_DEFAULTS = {**SEND_RECEIVE_DEFAULTS, SHARED_MEMORY_OF_EFA: "0"}
 
 
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
@@ -127,25 +127,24 @@ def _send_receive(machine: Machine, *, is_wanted: bool) -> Iterator[Finding]:
 
 
 def _port(machine: Machine) -> Iterator[Finding]:
-    port = machine.environment.get(PORT_VARIABLE, _DEFAULTS[PORT_VARIABLE])
-    if not port.isdecimal() or not 0 < int(port) <= _PORT_MAX:
+    default = _DEFAULTS[PORT_VARIABLE]
+    port = machine.environment.get(PORT_VARIABLE, default)
+    if not port.isdecimal() or not 0 < int(port) <= PORT_MAX:
         yield Finding.failed(
             "neuron.bootstrap_port",
             f"{PORT_VARIABLE}={port} is no TCP port",
-            f"export {PORT_VARIABLE}=45645, the same for all workers on all hosts.",
+            f"export {PORT_VARIABLE}={default}, the same for all workers on all hosts.",
         )
         return
-    limits = (machine.read(_EPHEMERAL) or "").split()
-    if len(limits) == 2 and all(word.isdecimal() for word in limits):
-        first, last = map(int, limits)
-        if first <= int(port) <= last and int(port) not in reserved_ports(machine):
-            yield Finding.note(
-                "neuron.bootstrap_port",
-                f"the kernel may give port {port}, at which workers' devices meet, to any "
-                "outgoing connection",
-                f"{reserve_mend(machine, [int(port)])}.",
-                facts={"port": int(port), "first": first, "last": last},
-            )
+    outgoing = outgoing_ports(machine)
+    if int(port) in outgoing and int(port) not in reserved_ports(machine):
+        yield Finding.note(
+            "neuron.bootstrap_port",
+            f"the kernel may give port {port}, at which workers' devices meet, to any outgoing "
+            "connection",
+            f"{reserve_mend(machine, [int(port)])}.",
+            facts={"port": int(port), "first": outgoing.start, "last": outgoing[-1]},
+        )
 
 
 def _runtime(environment: Mapping[str, str]) -> Iterator[Finding]:

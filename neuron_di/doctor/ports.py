@@ -5,17 +5,17 @@ import socket
 from collections.abc import Iterator
 from itertools import combinations
 
+from neuron_di.config import DoctorOptions
+from neuron_di.config.option import PORT_MAX
 from neuron_di.config.value import split_address
 from neuron_di.doctor.finding import Fact, Finding
 from neuron_di.doctor.listeners import Listener, has_table, listener_on
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
-from neuron_di.doctor.reserved_ports import reserve_mend, reserved_ports
+from neuron_di.doctor.reserved_ports import outgoing_ports, reserve_mend, reserved_ports
 from neuron_di.doctor.resolve import Unresolved, resolve
+from neuron_di.neuron_cores import SEND_RECEIVE_DEFAULTS
+from neuron_di_bindings.nrt import PORT_VARIABLE
 
-_BOOTSTRAP = "NEURON_RT_ASYNC_SENDRECV_BOOTSTRAP_PORT"
-_BOOTSTRAP_DEFAULT = "45645"  # as `neuron-di serve` sets it
-_OUTGOING = "/proc/sys/net/ipv4/ip_local_port_range"
 _ANY = ("0.0.0.0", "::", "")  # noqa: S104 - compared with, not listened on
 
 
@@ -29,8 +29,8 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     yield from _twice(options)
     ports = {port: purpose for (_, port), purpose in wanted.items()}
     if machine.names("/dev/neuron[0-9]*"):
-        text = machine.environment.get(_BOOTSTRAP, _BOOTSTRAP_DEFAULT)
-        if text.isdecimal() and 0 < int(text) < 1 << 16:
+        text = machine.environment.get(PORT_VARIABLE, SEND_RECEIVE_DEFAULTS[PORT_VARIABLE])
+        if text.isdecimal() and 0 < int(text) <= PORT_MAX:
             yield from _bootstrap(machine, int(text))
     yield from _outgoing(machine, ports)
 
@@ -147,7 +147,7 @@ def _refused(error: OSError, where: str, facts: dict[str, Fact]) -> Finding:
 def _bootstrap(machine: Machine, port: int) -> Iterator[Finding]:
     """All workers of a host share it, so one of ours may have it."""
     listener = listener_on(machine, port)
-    where = f"port {port}, on which the Neuron runtime meets other workers' ({_BOOTSTRAP}),"
+    where = f"port {port}, on which the Neuron runtime meets other workers' ({PORT_VARIABLE}),"
     facts: dict[str, Fact] = {"port": port}
     if listener is None or listener.is_ours:
         state = "is free" if listener is None else f"is neuron-di's, pid {listener.pid}"
@@ -156,7 +156,7 @@ def _bootstrap(machine: Machine, port: int) -> Iterator[Finding]:
         yield Finding.warning(
             "ports.bootstrap",
             f"{where} is taken by {listener}",
-            f"End it if it is no Neuron worker, or set {_BOOTSTRAP} to another port, the same "
+            f"End it if it is no Neuron worker, or set {PORT_VARIABLE} to another port, the same "
             "for all workers of all hosts.",
             facts=facts,
         )
@@ -164,13 +164,10 @@ def _bootstrap(machine: Machine, port: int) -> Iterator[Finding]:
 
 def _outgoing(machine: Machine, ports: dict[int, str]) -> Iterator[Finding]:
     """An outgoing connection takes any port of a range, unless it is reserved."""
-    bounds = (machine.read(_OUTGOING) or "").split()
-    if len(bounds) != 2:
-        return
-    first, last = map(int, bounds)
-    reserved = reserved_ports(machine)
-    exposed = sorted(port for port in ports if first <= port <= last and port not in reserved)
+    outgoing = outgoing_ports(machine)
+    exposed = sorted((set(ports) & set(outgoing)) - reserved_ports(machine))
     if exposed:
+        first, last = outgoing.start, outgoing[-1]
         names = ", ".join(f"{port} ({ports[port]})" for port in exposed)
         yield Finding.note(
             "ports.outgoing",

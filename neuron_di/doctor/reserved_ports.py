@@ -9,8 +9,17 @@ from collections.abc import Iterable
 from neuron_di.doctor.machine import Machine
 
 _PATH = "/proc/sys/net/ipv4/ip_local_reserved_ports"
+_OUTGOING = "/proc/sys/net/ipv4/ip_local_port_range"
 _NAME = "net.ipv4.ip_local_reserved_ports"
 _FILE = "/etc/sysctl.d/90-neuron-di.conf"
+
+
+def outgoing_ports(machine: Machine) -> range:
+    """Those of which any outgoing connection gets one; none where it cannot be read."""
+    words = (machine.read(_OUTGOING) or "").split()
+    if len(words) != 2 or not all(word.isdecimal() for word in words):
+        return range(0)
+    return range(int(words[0]), int(words[1]) + 1)
 
 
 def reserved_ports(machine: Machine) -> set[int]:

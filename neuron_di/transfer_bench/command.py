@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 
 from neuron_di.config import TransferOptions
+from neuron_di.config.option import PORT_MAX
 from neuron_di.errors import ConfigError
 from neuron_di.obs import setup_logging
 from neuron_di.transfer_bench.control_link import KEY_CHARS_MIN, ControlLink, make_key
@@ -30,7 +31,6 @@ from neuron_di_bindings.process import end_with_parent
 
 REPEATS_MAX = 10_000
 POOL_MIB_MAX = 1 << 14
-_PORT_MAX = 65_535
 _KEY_FILE_BYTES_MAX = 4096
 
 
@@ -82,8 +82,8 @@ def run(flags: argparse.Namespace) -> int:
 def _serve(flags: argparse.Namespace) -> None:
     if flags.parent_pid is not None:
         end_with_parent(flags.parent_pid)
-    if not 0 <= flags.port <= _PORT_MAX:
-        raise ConfigError(f"--port goes from 0 to {_PORT_MAX}")
+    if not 0 <= flags.port <= PORT_MAX:
+        raise ConfigError(f"--port goes from 0 to {PORT_MAX}")
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     key = _given_key(flags)
     made = key is None
@@ -107,7 +107,7 @@ def _measure_there(
     tell: Callable[[str], None],
 ) -> TransferReport:
     host, _, port = flags.connect.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= _PORT_MAX:
+    if not host or not port.isdecimal() or not 0 < int(port) <= PORT_MAX:
         raise ConfigError(f"--connect is HOST:PORT, not {flags.connect[:100]!r}")
     key = _given_key(flags)
     if key is None:
