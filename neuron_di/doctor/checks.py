@@ -58,7 +58,6 @@ GROUPS = tuple(dict.fromkeys(check.group for check in CHECKS))
 
 # What is not looked at where --device names another kind.
 _GROUPS_OF_DEVICES = {"cuda", "neuron"}
-_GROUPS_OF_DEVICE: dict[str, set[str]] = {"cpu": set(), "cuda": {"cuda"}, "neuron": {"neuron"}}
 
 
 def chosen(options: DoctorOptions) -> list[Check]:
@@ -72,7 +71,7 @@ def chosen(options: DoctorOptions) -> list[Check]:
             )
     named = set(options.only)
     if named and options.device != "auto":
-        left = named - (_GROUPS_OF_DEVICES - _GROUPS_OF_DEVICE[options.device])
+        left = named - (_GROUPS_OF_DEVICES - {options.device})
         if not left:
             raise ConfigError(
                 f"--device {options.device} leaves out all of --only {','.join(options.only)}",

@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from neuron_di.config import DoctorOptions
 from neuron_di.doctor.finding import Fact, Finding
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 
 ERROR_S_MAX = 0.5  # of the kernel's own estimate
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC, in linux/timex.h

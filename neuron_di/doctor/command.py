@@ -4,15 +4,15 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from neuron_di.clock import now_s
+from neuron_di.config import DoctorOptions, load_options, refused_variables
 from neuron_di.doctor.checks import Check, chosen
 from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions, read_options
 from neuron_di.doctor.report import Doing, FindingPrinter, Report
 from neuron_di.doctor.runner import run_check
 from neuron_di.errors import ConfigError, NeuronDiError
@@ -47,6 +47,16 @@ def run(flags: argparse.Namespace) -> int:
         else:
             printer.show_summary(report)
     return 0 if report.is_well else 1
+
+
+def read_options(flags: argparse.Namespace, environment: Mapping[str, str]) -> DoctorOptions:
+    """As for any other command, but for variables that a server would refuse: these are left out.
+
+    The check `environment` tells of them. ConfigError for wrong flags, and a wrong file.
+    """
+    refused = refused_variables(environment)
+    kept = {name: value for name, value in environment.items() if name not in refused}
+    return load_options(DoctorOptions, flags, kept, flags.config)
 
 
 def _refuse_beside_first_hour(flags: argparse.Namespace, options: DoctorOptions) -> None:

@@ -6,9 +6,9 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
+from neuron_di.config import DoctorOptions
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di_bindings import cpu_kernels
 
 BUILD = (

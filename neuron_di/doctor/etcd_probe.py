@@ -50,11 +50,19 @@ async def probe_members(options: EtcdOptions, security: Security) -> AsyncGenera
         members.append(await task)
         yield _of_member(members[-1])
     for member in members:
-        if _is_skewed(member):
-            yield _skewed(member, member.door.skew_s)
+        skew_s = member.door.skew_s
+        if skew_s is not None and abs(skew_s) > SKEW_S_MAX:
+            yield _skewed(member.address, skew_s)
     answered = [member for member in members if member.status is not None]
-    for finding in _together(answered):
-        yield finding
+    clusters = {member.cluster_id for member in answered} - {None}
+    if len(clusters) > 1:
+        yield Finding.failed(
+            "etcd.clusters",
+            f"--etcd names members of {len(clusters)} different clusters: workers would not "
+            "find each other",
+            "Name members of one cluster only: `etcdctl member list` shows them.",
+            facts={"addresses": [member.address for member in answered]},
+        )
     if answered:
         addresses = [member.address for member in answered]
         async with EtcdClient(addresses, security, call_timeout_s=PROBE_TIMEOUT_S) as client:
@@ -138,34 +146,14 @@ def _is_good(version: str) -> bool:
     return (major, minor, patch) >= _GOOD_FROM.get((major, minor), (3, 4, 22))
 
 
-def _is_skewed(member: _Member) -> bool:
-    return member.door.skew_s is not None and abs(member.door.skew_s) > SKEW_S_MAX
-
-
-def _skewed(member: _Member, skew_s: float | None) -> Finding:
-    assert skew_s is not None
+def _skewed(address: str, skew_s: float) -> Finding:
     way = "ahead of" if skew_s > 0 else "behind"
     return Finding.warning(
         "etcd.clock",
-        f"the clock of {member.address} is {abs(skew_s):g} s {way} this machine's",
+        f"the clock of {address} is {abs(skew_s):g} s {way} this machine's",
         "Let both hosts follow the same source of time: chrony.",
-        facts={"address": member.address, "skew_s": skew_s},
+        facts={"address": address, "skew_s": skew_s},
     )
-
-
-def _together(members: list[_Member]) -> list[Finding]:
-    clusters = {member.cluster_id for member in members} - {None}
-    if len(clusters) < 2:
-        return []
-    return [
-        Finding.failed(
-            "etcd.clusters",
-            f"--etcd names members of {len(clusters)} different clusters: workers would not "
-            "find each other",
-            "Name members of one cluster only: `etcdctl member list` shows them.",
-            facts={"addresses": [member.address for member in members]},
-        )
-    ]
 
 
 async def _write(client: EtcdClient, key: bytes, prefix: str) -> Finding:

@@ -23,9 +23,9 @@ from neuron_di.backends.neuron_artifact import NEURON_CONFIG, read_manifest
 from neuron_di.backends.neuron_nxdi import NxdiModel
 from neuron_di.clock import now_s
 from neuron_di.doctor.nrt_end import (
-    CONNECT_TIMEOUT_S,
     End,
     Peer,
+    connect_both,
     open_end,
     second_process,
     wait_for,
@@ -130,10 +130,7 @@ def _connect(
 ) -> Facts:
     peer.answer()
     ends.append(open_end(runtime, lnc))
-    peer.tell(do="connect", address=address, peer_lnc=lnc, timeout_s=CONNECT_TIMEOUT_S)
-    facts = ends[0].connect("send", address, peer_lnc)
-    peer.answer()
-    return facts
+    return connect_both(ends[0], peer, "send", address, peer_lnc)
 
 
 def _decode_beside(model: NxdiModel, end: End, peer: Peer) -> Facts:

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -73,27 +73,20 @@ def examine(backend: str, place: str, peer_lnc: int) -> None:
     agents: list[NixlAgent] = []
     words = ("second", backend, place)
     with second_process(peer_lnc, *words, module="first_hour_nixl") as peer:
+
+        def register() -> None:
+            agents.append(_agent("reads", backend, memories[0], is_serving=False))
+
         if (
-            take("memory", lambda: _made(memories, lambda: _Memory(place)))
+            take("memory", lambda: memories.append(_Memory(place)))
             and take("nixl", _nixl)
-            and take(
-                "register",
-                lambda: _made(
-                    agents, lambda: _agent("reads", backend, memories[0], is_serving=False)
-                ),
-            )
+            and take("register", register)
         ):
             take("read", lambda: _read(agents[0], memories[0], peer))
 
 
-def _made(into: list[Any], make: Callable[[], Any]) -> Facts:
-    into.append(make())
-    return {}
-
-
-def _nixl() -> Facts:
+def _nixl() -> None:
     load_nixl()
-    return {}
 
 
 def _read(agent: NixlAgent, memory: _Memory, peer: Peer) -> Facts:

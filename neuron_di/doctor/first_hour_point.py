@@ -6,18 +6,6 @@ from typing import Any
 
 from neuron_di.doctor.finding import Grade
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """`outcome`: ok, a note, failed or skipped. `answer` is one sentence; `facts` are JSON's."""
-
-    number: int
-    question: str
-    outcome: Grade
-    answer: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
 QUESTIONS = {
     1: "Which runtime is it, and does it have what the bindings expect?",
     2: "Does send and receive open, with which limits, and which variables does it need?",
@@ -30,18 +18,20 @@ QUESTIONS = {
 }
 
 
-def point(
-    number: int, outcome: Grade, answer: str, facts: Mapping[str, Any] | None = None
-) -> Point:
-    """An answer to one of the questions."""
-    return Point(
-        number=number,
-        question=QUESTIONS[number],
-        outcome=outcome,
-        answer=answer,
-        facts=facts or {},
-    )
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The answer to the question of this number, in one sentence. `outcome`: ok, a note, failed or
+    skipped. `facts` are JSON's."""
+
+    number: int
+    outcome: Grade
+    answer: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        return QUESTIONS[self.number]
 
 
 def skipped(number: int, why: str) -> Point:
-    return point(number, Grade.SKIPPED, why)
+    return Point(number, Grade.SKIPPED, why)

@@ -8,7 +8,7 @@ from neuron_di.config import DoctorOptions
 from neuron_di.doctor import libfabric, nrt_layout
 from neuron_di.doctor.elf_exports import NoElf, exported_functions
 from neuron_di.doctor.finding import Grade
-from neuron_di.doctor.first_hour_point import Point, point, skipped
+from neuron_di.doctor.first_hour_point import Point, skipped
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import Asked, ask_core
 from neuron_di.doctor.neuron_variables import ROOT_COMM
@@ -29,7 +29,7 @@ def library(machine: Machine, asked: Asked) -> Point:
     """Version, exports and struct sizes, against the bindings' tables."""
     found = asked.steps.of("library")
     if not found or "failed" in found:
-        return point(1, Grade.FAILED, f"No runtime: {found.get('failed') or asked.words}")
+        return Point(1, Grade.FAILED, f"No runtime: {found.get('failed') or asked.words}")
     facts: dict[str, Any] = {
         "version": asked.steps.of("version").get("version", ""),
         "detail": asked.steps.of("version").get("detail", ""),
@@ -56,7 +56,7 @@ def library(machine: Machine, asked: Asked) -> Point:
         if layouts.differing:
             words += f", {len(layouts.differing)} are not: {', '.join(layouts.differing)}"
     is_bad = bool(missing) or (is_compared and bool(facts["layouts"]["differing"]))
-    return point(1, Grade.FAILED if is_bad else Grade.OK, f"{words}.", facts)
+    return Point(1, Grade.FAILED if is_bad else Grade.OK, f"{words}.", facts)
 
 
 def _exports(path: Path, async_api: int | None) -> dict[str, Any]:
@@ -87,47 +87,42 @@ def send_receive(
     which it does; None where it does not."""
     asked.steps.of("library").pop("path", None)  # of this machine alone
     facts: dict[str, Any] = {"core": lnc, "steps": asked.steps.found}
-    if "runtime" not in asked.steps.found or asked.failure("runtime") is not None:
-        failed = asked.failure_in_full("runtime") or asked.words
-        why = f"The runtime does not start on core {lnc}: {failed}."
-        return point(2, Grade.FAILED, why, facts), None
+    if not asked.did("runtime"):
+        why = f"The runtime does not start on core {lnc}: {asked.why_not('runtime')}."
+        return Point(2, Grade.FAILED, why, facts), None
     limits = asked.steps.of("limits")
     said = (
         f"at most {limits['communicators_max']} connections and {limits['pending_max']} requests"
         if "pending_max" in limits
         else f"limits are not told ({asked.failure('limits')})"
     )
-    if _opens(asked):
+    if asked.did("send_receive"):
         without = ask_core(machine, options, lnc, {ENABLED_VARIABLE: "", PORT_VARIABLE: ""})
-        facts["opens_without_gates"] = _opens(without)
+        facts["opens_without_gates"] = without.did("send_receive")
         needs = "" if facts["opens_without_gates"] else ", and needs its two variables"
         answer = f"It opens, {said}{needs}; no other variable is needed."
-        return point(2, Grade.OK, answer, facts), {}
+        return Point(2, Grade.OK, answer, facts), {}
     failed = asked.failure_in_full("send_receive") or "it was not tried"
     if asked.failure("efa") is None and asked.steps.of("efa").get("address") is None:
         answer = f"It does not open: there is no EFA beside the device ({failed})."
-        return point(2, Grade.NOTE, answer, facts), None
+        return Point(2, Grade.NOTE, answer, facts), None
     tried = {
         name: ask_core(machine, options, lnc, variables) for name, variables in _variants().items()
     }
     facts["variants"] = {
-        name: "opens" if _opens(one) else str(one.failure_in_full("send_receive"))
+        name: "opens" if one.did("send_receive") else str(one.failure_in_full("send_receive"))
         for name, one in tried.items()
     }
-    opened = [name for name, one in tried.items() if _opens(one)]
+    opened = [name for name, one in tried.items() if one.did("send_receive")]
     if opened:
         answer = f"It opens with {' or '.join(opened)}, {said}; without: {failed}."
-        return point(2, Grade.NOTE, answer, facts), _variants()[opened[0]]
-    return point(2, Grade.FAILED, f"It does not open ({said}): {failed}.", facts), None
+        return Point(2, Grade.NOTE, answer, facts), _variants()[opened[0]]
+    return Point(2, Grade.FAILED, f"It does not open ({said}): {failed}.", facts), None
 
 
 def _variants() -> dict[str, Mapping[str, str]]:
     everything = {name: value for one in VARIANTS.values() for name, value in one.items()}
     return {**VARIANTS, "all of them": everything}
-
-
-def _opens(asked: Asked) -> bool:
-    return "send_receive" in asked.steps.found and asked.failure("send_receive") is None
 
 
 def fabric(machine: Machine) -> Point:
@@ -149,9 +144,9 @@ def fabric(machine: Machine) -> Point:
         f"libfabric {found.version or '(unknown version)'} sees {len(found.domains)} EFA adapters"
     )
     if not found.domains:
-        return point(3, Grade.FAILED, f"{seen}: {found.words or 'no reason given'}.", facts)
+        return Point(3, Grade.FAILED, f"{seen}: {found.words or 'no reason given'}.", facts)
     if found.memory:
-        return point(3, Grade.FAILED, f"{seen}; Neuron memory: {found.memory}.", facts)
+        return Point(3, Grade.FAILED, f"{seen}; Neuron memory: {found.memory}.", facts)
     if found.is_undecided or not found.num_cores:
-        return point(3, Grade.NOTE, f"{seen}; of Neuron memory its log says nothing.", facts)
-    return point(3, Grade.OK, f"{seen}, and knows Neuron memory.", facts)
+        return Point(3, Grade.NOTE, f"{seen}; of Neuron memory its log says nothing.", facts)
+    return Point(3, Grade.OK, f"{seen}, and knows Neuron memory.", facts)

@@ -9,7 +9,7 @@ from typing import Any
 
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.finding import Grade
-from neuron_di.doctor.first_hour_point import Point, point, skipped
+from neuron_di.doctor.first_hour_point import Point, skipped
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import Asked, ask, ask_core, core_environment
 from neuron_di.doctor.pci import efa_adapters
@@ -52,7 +52,7 @@ def pair(bench: Bench) -> tuple[Point, Point]:
     if (failed := _unconnected(received)) is not None:
         why = f"The two cores do not connect: {failed}."
         facts = {"steps": received.steps.found}
-        return point(7, Grade.FAILED, why, facts), point(8, Grade.FAILED, why, facts)
+        return Point(7, Grade.FAILED, why, facts), Point(8, Grade.FAILED, why, facts)
     return (
         _peer_killed(bench, received),
         _flush(received, is_own_address=is_own_address),
@@ -95,11 +95,10 @@ def _flush(asked: Asked, *, is_own_address: bool) -> Point:
     found, moved = asked.steps.of("flush"), asked.steps.of("bytes")
     facts: dict[str, Any] = {"flush": found, "bytes": moved, "own_address": is_own_address}
     for step in ("bytes", "flush"):
-        if step not in asked.steps.found or asked.failure(step) is not None:
+        if not asked.did(step):
             failed = asked.failure_in_full(step) or "not tried"
-            return point(
-                8, Grade.FAILED, f"Bytes do not arrive as they were sent: {failed}.", facts
-            )
+            answer = f"Bytes do not arrive as they were sent: {failed}."
+            return Point(8, Grade.FAILED, answer, facts)
     early, rounds = found["there_before_flush"], found["rounds"]
     part = found["partly_there_before_flush"]
     need = "a flush is necessary" if early < rounds else "here a flush made no difference"
@@ -107,7 +106,7 @@ def _flush(asked: Asked, *, is_own_address: bool) -> Point:
         f"Of {rounds} messages {early} were there before the flush and {part} in part, and all "
         f"after it: {need}."
     )
-    return point(8, Grade.OK, answer, facts)
+    return Point(8, Grade.OK, answer, facts)
 
 
 def _peer_killed(bench: Bench, received: Asked) -> Point:
@@ -125,14 +124,14 @@ def _peer_killed(bench: Bench, received: Asked) -> Point:
     for name, asked in sides.items():
         if (outcomes := asked.steps.of("kill").get("outcomes")) is None:
             failed = asked.failure_in_full("kill") or _unconnected(asked) or "no answer"
-            return point(7, Grade.FAILED, f"With posted {name}: {failed}.", facts)
+            return Point(7, Grade.FAILED, f"With posted {name}: {failed}.", facts)
         left = sum(outcome == "still posted" for outcome in outcomes)
         words.append(f"{left} of {len(outcomes)} {name}")
     still = f"After {WATCH_S:g} s {' and '.join(words)} are still posted"
     lost = [f"core {lnc}: {said}" for lnc, said in after.items() if said != "ok"]
     if lost:
-        return point(7, Grade.FAILED, f"{still}; later {'; '.join(lost)}.", facts)
-    return point(7, Grade.OK, f"{still}; new processes have both cores again.", facts)
+        return Point(7, Grade.FAILED, f"{still}; later {'; '.join(lost)}.", facts)
+    return Point(7, Grade.OK, f"{still}; new processes have both cores again.", facts)
 
 
 def _had_again(asked: Asked) -> str:
@@ -155,12 +154,12 @@ def nixl(bench: Bench) -> Point:
         return skipped(5, f"NIXL cannot be loaded: {failed}.")
     for step in ("memory", "register", "read"):
         if (failed := asked.failure_in_full(step)) is not None:
-            return point(5, Grade.FAILED, f"It fails at the step {step}: {failed}.", facts)
-    if "read" not in asked.steps.found:
-        return point(5, Grade.FAILED, f"It ended early: {asked.words or 'no answer'}.", facts)
+            return Point(5, Grade.FAILED, f"It fails at the step {step}: {failed}.", facts)
+    if not asked.did("read"):
+        return Point(5, Grade.FAILED, f"It ended early: {asked.why_not('read')}.", facts)
     read = asked.steps.of("read")
     when = "at once" if read["there_at_once"] else "only a moment after the read was over"
-    return point(5, Grade.OK, f"It read {read['num_bytes']} bytes; they were there {when}.", facts)
+    return Point(5, Grade.OK, f"It read {read['num_bytes']} bytes; they were there {when}.", facts)
 
 
 def model(bench: Bench) -> tuple[Point, Point]:
@@ -171,13 +170,12 @@ def model(bench: Bench) -> tuple[Point, Point]:
     folder, cores = chosen
     words = (str(folder), str(cores[0]), bench.options.host, str(bench.cores[0]))
     asked = bench.ask("first_hour_model", *words, cores=cores, timeout_s=MODEL_TIMEOUT_S)
-    if "load" not in asked.steps.found or asked.failure("load") is not None:
-        failed = asked.failure_in_full("load") or asked.words or "no answer"
+    if not asked.did("load"):
         if asked.is_taken:
             why = f"Other processes have some of the NeuronCores {as_text(cores)}."
             return skipped(4, why), skipped(6, why)
-        why = f"The model does not load onto cores {as_text(cores)}: {failed}."
-        return point(4, Grade.FAILED, why), skipped(6, why)
+        why = f"The model does not load onto cores {as_text(cores)}: {asked.why_not('load')}."
+        return Point(4, Grade.FAILED, why), skipped(6, why)
     return _addresses(asked), _beside(asked)
 
 
@@ -218,28 +216,29 @@ def _artifact(bench: Bench) -> tuple[Path, range] | str:
 def _addresses(asked: Asked) -> Point:
     found, loaded = asked.steps.of("addresses"), asked.steps.of("load")
     facts: dict[str, Any] = {"model": loaded, **found}
-    if (failed := asked.failure_in_full("addresses")) is not None or "ranks" not in found:
-        return point(4, Grade.FAILED, f"It cannot be told: {failed or asked.words}.", facts)
+    if not asked.did("addresses"):
+        return Point(4, Grade.FAILED, f"It cannot be told: {asked.why_not('addresses')}.", facts)
     ranks: list[Mapping[str, Any]] = found["ranks"]
     known = [rank for rank in ranks if rank.get("efa") and rank.get("dmabuf") == "ok"]
     handles = sum(bool(rank["has_handle"]) for rank in ranks)
     answer = f"The runtime names an EFA adapter, and gives a dma-buf, for {len(known)} of "
     answer += f"{len(ranks)} ranks' KV; {handles} show the runtime's own handle."
-    return point(4, Grade.OK if len(known) == len(ranks) else Grade.NOTE, answer, facts)
+    return Point(4, Grade.OK if len(known) == len(ranks) else Grade.NOTE, answer, facts)
 
 
 def _beside(asked: Asked) -> Point:
     alone, beside = asked.steps.of("decode"), asked.steps.of("decode_beside")
     facts = {"alone": alone, "beside_a_transfer": beside}
     for step in ("decode", "connect", "decode_beside"):
-        if step not in asked.steps.found or asked.failure(step) is not None:
-            if step == "connect":  # why, is told by question 2 or 7
-                failed = f"a median step is {alone['median_ms']} ms alone, and nothing goes beside"
-                return point(6, Grade.SKIPPED, f"There is no transfer: {failed} it.", facts)
-            failed = asked.failure_in_full(step) or asked.words or "no answer"
-            return point(6, Grade.FAILED, f"It cannot be measured: {failed}.", facts)
+        if asked.did(step):
+            continue
+        if step == "connect":  # why, is told by question 2 or 7
+            failed = f"a median step is {alone['median_ms']} ms alone, and nothing goes beside"
+            return Point(6, Grade.SKIPPED, f"There is no transfer: {failed} it.", facts)
+        why = f"It cannot be measured: {asked.why_not(step)}."
+        return Point(6, Grade.FAILED, why, facts)
     answer = (
         f"Median step {alone['median_ms']} ms alone, {beside['median_ms']} ms beside a transfer "
+        f"of {beside['bytes_per_s'] / 1e6:.0f} MB/s, out of the same core."
     )
-    answer += f"of {beside['bytes_per_s'] / 1e6:.0f} MB/s, out of the same core."
-    return point(6, Grade.OK, answer, facts)
+    return Point(6, Grade.OK, answer, facts)

@@ -3,21 +3,28 @@
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from neuron_di.config import FrontOptions, connections_within
+from neuron_di.config import DoctorOptions, FrontOptions, connections_within
 from neuron_di.config.control_group import core_quota, memory_limit
 from neuron_di.config.descriptor_limit import DESCRIPTORS_MIN
 from neuron_di.doctor.amounts import counted, in_bytes
 from neuron_di.doctor.finding import Fact, Finding, Grade
-from neuron_di.doctor.limits import Limit, limit_of
 from neuron_di.doctor.machine import Machine, Room
-from neuron_di.doctor.options import DoctorOptions
 
 MEMORY_BYTES_MIN = 1 << 30  # torch and a small model, in two workers
 DISK_BYTES_MIN = 1 << 30
 SHARED_BYTES_MIN = 256 << 20
 _CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK, in linux/capability.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """In its own unit; None: there is none. A process may raise `soft` up to `hard`."""
+
+    soft: int | None
+    hard: int | None
 
 
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
@@ -97,7 +104,7 @@ def _memory(machine: Machine) -> Finding:
 
 
 def _descriptors(machine: Machine) -> Finding:
-    limit = limit_of(machine, "Max open files") or Limit(soft=None, hard=None)
+    limit = limit_of(machine, "Max open files")
     facts: dict[str, Fact] = {"soft": limit.soft, "hard": limit.hard}
     wanted = FrontOptions().connections_max
     num = wanted if limit.hard is None else connections_within(limit.hard, wanted)
@@ -118,7 +125,7 @@ def _descriptors(machine: Machine) -> Finding:
 
 
 def _locked_memory(machine: Machine) -> Finding:
-    limit = limit_of(machine, "Max locked memory") or Limit(soft=None, hard=None)
+    limit = limit_of(machine, "Max locked memory")
     adapters = machine.names("/sys/class/infiniband/*")
     is_exempt = bool(int(_status(machine, "CapEff") or "0", 16) & _CAN_LOCK_MEMORY)
     facts: dict[str, Fact] = {
@@ -217,6 +224,16 @@ def _disk(machine: Machine, name: str, words: str, path: str, variable: str) -> 
             facts=facts,
         )
     return Finding.ok(f"host.disk.{name}", says, facts=facts)
+
+
+def limit_of(machine: Machine, name: str) -> Limit:
+    """By its name in /proc/self/limits, as in `Max open files`."""
+    text = machine.read("/proc/self/limits") or ""
+    found = re.search(rf"^{re.escape(name)}\s+(\w+)\s+(\w+)", text, re.MULTILINE)
+    soft, hard = ("", "") if found is None else found.groups()
+    return Limit(
+        soft=int(soft) if soft.isdecimal() else None, hard=int(hard) if hard.isdecimal() else None
+    )
 
 
 def _status(machine: Machine, name: str) -> str:

@@ -173,6 +173,11 @@ class Machine:
         return self.root / path.lstrip("/")
 
 
+def last_line(text: str) -> str:
+    """That says anything, without spaces around it; empty where none does."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
 def _natural(path: str) -> list[tuple[int, str]]:
     """Numbers in a name sort as numbers."""
     parts = re.split("([0-9]+)", path)

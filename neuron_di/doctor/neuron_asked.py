@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neuron_di.clock import Deadline
+from neuron_di.config import DoctorOptions
 from neuron_di.doctor.finding import Need
-from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.machine import Machine, last_line
 from neuron_di.doctor.neuron_instances import INSTANCES
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di.doctor.pci import instance_type, neuron_devices
 from neuron_di.doctor.steps import Facts, Steps
 from neuron_di.neuron_cores import allowed_cores, bootstrap_locks, worker_environment
@@ -66,6 +66,14 @@ class Asked:
         if self.has_timed_out:
             return "it did not come back in time"
         return f"it ended its process with code {self.returncode}"
+
+    def did(self, step: str) -> bool:
+        """Whether it took this step, and well."""
+        return step in self.steps.found and self.failure(step) is None
+
+    def why_not(self, step: str) -> str:
+        """Why it did not, as far as anybody said."""
+        return self.failure_in_full(step) or self.words or "no answer"
 
     def failure_in_full(self, step: str) -> str | None:
         """The same, with the last words of the process: where no later step wrote any."""
@@ -129,8 +137,8 @@ def ask(
     assert ran is not None, "this interpreter is there"
     steps = Steps()
     other = [line for line in ran.stdout.splitlines() if steps.hear(line) is None]
-    last = _last_line(ran.stderr) or _last_line("\n".join(other))
-    return Asked(steps, last, ran.returncode, ran.has_timed_out, ran.stderr)
+    last = last_line(ran.stderr) or last_line("\n".join(other))
+    return Asked(steps, last[-_WORDS_MAX:], ran.returncode, ran.has_timed_out, ran.stderr)
 
 
 @contextmanager
@@ -227,8 +235,3 @@ def device_users(machine: Machine) -> dict[int, list[Facts]]:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][-_WORDS_MAX:] if lines else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.finding import Finding
-from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.machine import Machine, last_line
 from neuron_di.doctor.neuron_asked import needs_neuron
 from neuron_di.neuron_releases import AWS_INDEX, sdks_of
 
@@ -27,8 +27,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
         yield _unusable("the compiler neuronx-cc is not on PATH: models cannot be compiled here")
         return
     if ran.returncode != 0:
-        lines = [line.strip() for line in (ran.stderr or ran.stdout).splitlines() if line.strip()]
-        words = lines[-1] if lines else f"it ended with code {ran.returncode}"
+        words = last_line(ran.stderr or ran.stdout) or f"it ended with code {ran.returncode}"
         if ran.has_timed_out:
             words = f"it did not end within {_TIMEOUT_S:g} s"
         yield _unusable(f"neuronx-cc --version does not do: {words}")

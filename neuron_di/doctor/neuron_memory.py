@@ -61,10 +61,10 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
 
 def _of_core(machine: Machine, options: DoctorOptions, lnc: int, asked: Asked) -> Iterator[Finding]:
     steps = asked.steps
-    if (failed := asked.failure_in_full("runtime")) is not None or not steps.of("runtime"):
+    if not asked.did("runtime"):
         yield Finding.failed(
             "neuron.memory",
-            f"the runtime does not start on NeuronCore {lnc}: {failed or asked.words}",
+            f"the runtime does not start on NeuronCore {lnc}: {asked.why_not('runtime')}",
             "Name another core with NEURON_RT_VISIBLE_CORES, in case a process has this one; "
             "load the driver (aws-neuronx-dkms) of the runtime's release. With "
             "NEURON_RT_LOG_LEVEL=INFO the runtime says more.",

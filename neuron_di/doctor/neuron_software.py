@@ -86,11 +86,10 @@ def _driver(machine: Machine, driver: str | None, need: Need) -> Iterator[Findin
 
 
 def _runtime(asked: Asked, version: str, need: Need) -> Iterator[Finding]:
-    failed = asked.failure_in_full("library")
-    if failed is not None or not asked.steps.of("library"):
+    if not asked.did("library"):
         yield need.unmet(
             "neuron.runtime",
-            f"the Neuron runtime cannot be loaded: {failed or asked.words or 'no answer'}",
+            f"the Neuron runtime cannot be loaded: {asked.why_not('library')}",
             "Install aws-neuronx-runtime-lib, or name its file with --libnrt or NEURON_DI_LIBNRT.",
         )
         return

@@ -45,19 +45,16 @@ _LINE_BYTES_MAX = 1 << 16
 
 @dataclass(slots=True)
 class End:
-    """A core, its memory, and its one communicator, once there is one. `lnc` is the host's number,
-    `core` the process's."""
+    """A core, its memory, and its one communicator, once there is one. `lnc` is the host's
+    number."""
 
     lnc: int
-    core: int
     runtime: NrtRuntime
     both: SendReceive
     tensor: NrtTensor
     communicator: Communicator | None = None
 
-    def connect(
-        self, role: Role, address: str, peer_lnc: int, timeout_s: float = CONNECT_TIMEOUT_S
-    ) -> Facts:
+    def connect(self, role: Role, address: str, peer_lnc: int, timeout_s: float) -> Facts:
         """With a core of another process of the host that has this address."""
         begin = self.both.connect if role == "send" else self.both.accept
         start_s, deadline = now_s(), Deadline.after(timeout_s)
@@ -75,12 +72,12 @@ class End:
         return post(self.tensor, offset, num_bytes)
 
 
-def open_end(runtime: NrtRuntime, lnc: int, core: int = 0) -> End:
-    """Of a runtime that is started. Opens the core's send and receive, takes memory."""
+def open_end(runtime: NrtRuntime, lnc: int) -> End:
+    """Of a runtime that is started. Opens its first core's send and receive, takes memory."""
     both = SendReceive(runtime)
     both.open(lnc)
-    tensor = runtime.allocate(MEMORY_BYTES, core, "neuron-di doctor")
-    return End(lnc, core, runtime, both, tensor)
+    tensor = runtime.allocate(MEMORY_BYTES, 0, "neuron-di doctor")
+    return End(lnc, runtime, both, tensor)
 
 
 def start_end(lnc: int) -> End:
@@ -133,6 +130,21 @@ class Peer:
 
     def close(self) -> None:
         self._lines.close()
+
+
+def connect_both(
+    end: End,
+    peer: Peer,
+    role: Role,
+    address: str,
+    peer_lnc: int,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+) -> Facts:
+    """As End.connect, with a second process that is told to do the same."""
+    peer.tell(do="connect", address=address, peer_lnc=end.lnc, timeout_s=timeout_s)
+    facts = end.connect(role, address, peer_lnc, timeout_s)
+    peer.answer()
+    return facts
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from neuron_di.doctor.nrt_end import (
     End,
     Peer,
     Role,
+    connect_both,
     pattern,
     second_process,
     start_end,
@@ -43,7 +44,7 @@ def direct(
         if not take("start", lambda: _start(ends, peer, lnc)):
             return
         end = ends[0]
-        if not take("connect", lambda: _connect(end, peer, role, address, peer_lnc, connect_s)):
+        if not take("connect", lambda: connect_both(end, peer, role, address, peer_lnc, connect_s)):
             return
         if role == "receive":
             take("bytes", lambda: _move(end, peer))
@@ -52,19 +53,9 @@ def direct(
         take("leave", lambda: _leave(end))
 
 
-def _start(ends: list[End], peer: Peer, lnc: int) -> Facts:
+def _start(ends: list[End], peer: Peer, lnc: int) -> None:
     peer.answer()
     ends.append(start_end(lnc))
-    return {}
-
-
-def _connect(
-    end: End, peer: Peer, role: Role, address: str, peer_lnc: int, timeout_s: float
-) -> Facts:
-    peer.tell(do="connect", address=address, peer_lnc=end.lnc, timeout_s=timeout_s)
-    facts = end.connect(role, address, peer_lnc, timeout_s)
-    peer.answer()
-    return facts
 
 
 def _move(end: End, peer: Peer) -> Facts:

@@ -51,9 +51,9 @@ def ask_core(lnc: int) -> None:
         take("efa", lambda: _efa(runtime, address))
         take("dmabuf", lambda: _dmabuf(runtime, address))
     both = SendReceive(runtime)
-    if take("limits", lambda: _limits(both)) and take("send_receive", lambda: _open(both, lnc)):
-        take("send_receive_close", lambda: _close(both, lnc))
-    take("close", lambda: _end(runtime))
+    if take("limits", lambda: _limits(both)) and take("send_receive", lambda: both.open(lnc)):
+        take("send_receive_close", lambda: both.close(lnc))
+    take("close", runtime.close)
 
 
 def _load(loaded: list[NrtLibrary]) -> Facts:
@@ -122,21 +122,6 @@ def _dmabuf(runtime: NrtRuntime, address: int) -> Facts:
 def _limits(both: SendReceive) -> Facts:
     limits = both.limits()
     return {"communicators_max": limits.communicators_max, "pending_max": limits.pending_max}
-
-
-def _open(both: SendReceive, lnc: int) -> Facts:
-    both.open(lnc)
-    return {}
-
-
-def _close(both: SendReceive, lnc: int) -> Facts:
-    both.close(lnc)
-    return {}
-
-
-def _end(runtime: NrtRuntime) -> Facts:
-    runtime.close()
-    return {}
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from neuron_di.clock import Deadline, now_s
+from neuron_di.config import DoctorOptions
 from neuron_di.config.value import split_address
 from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di.doctor.resolve import Unresolved, resolve
 
 CONNECT_TIMEOUT_S = 3.0

@@ -19,7 +19,7 @@ from neuron_di.clock import Deadline
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.checks import Check
 from neuron_di.doctor.finding import Finding
-from neuron_di.doctor.machine import Machine
+from neuron_di.doctor.machine import Machine, last_line
 from neuron_di_bindings.process import end_with_parent
 
 FINDINGS_MAX = 500  # of one check
@@ -127,9 +127,7 @@ class _Process:
 
     def last_words(self) -> str:
         """The last line that it printed, empty where it printed nothing."""
-        lines = self._tail.decode("utf-8", "replace").split("\n")
-        words = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return words[:WORDS_MAX]
+        return last_line(self._tail.decode("utf-8", "replace"))[:WORDS_MAX]
 
     def _has_ended(self) -> bool:
         return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

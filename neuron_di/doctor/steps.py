@@ -57,28 +57,17 @@ class Steps:
         return said
 
 
-def begins(step: str) -> None:
-    """A step begins."""
+def take(step: str, action: Callable[[], Facts | None]) -> bool:
+    """Take a step and tell of it, with what it found. False where it failed, for reasons that a
+    machine may have."""
     _say({"begins": step})
-
-
-def ended(step: str, facts: Mapping[str, Any]) -> None:
-    """It ended; the values are JSON's."""
-    _say({"step": step, **facts})
-
-
-def take(step: str, action: Callable[[], Facts]) -> bool:
-    """Take a step and tell of it. False where it failed, for reasons that a machine may have."""
-    begins(step)
     try:
-        facts = action()
+        facts = action() or {}
     except NrtError as error:
-        ended(step, {"failed": _words(error), "status": int(error.status)})
-        return False
+        facts = {"failed": _words(error), "status": int(error.status)}
     except _MAY_BE as error:
-        ended(step, {"failed": _words(error)})
-        return False
-    ended(step, facts)
+        facts = {"failed": _words(error)}
+    _say({"step": step, **facts})
     return "failed" not in facts
 
 

@@ -5,10 +5,9 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from neuron_di.config import TransferOptions
+from neuron_di.config import DoctorOptions, TransferOptions
 from neuron_di.doctor.finding import Fact, Finding
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di.errors import NeuronDiError
 
 if TYPE_CHECKING:  # torch is loaded where something is moved

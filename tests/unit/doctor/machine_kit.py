@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from neuron_di.config import DoctorOptions
 from neuron_di.doctor.checks import CheckFunction
 from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 
 MIB = 1 << 20
 LIMITS = """Limit                     Soft Limit           Hard Limit           Units

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from machine_kit import make_machine
 
+from neuron_di.config import DoctorOptions
 from neuron_di.doctor.clock import KernelClock, check, judged, read_kernel_clock
 from neuron_di.doctor.finding import Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import pytest
 
 import neuron_di_bindings
 import neuron_di_proxy
+from neuron_di.config import DoctorOptions
 from neuron_di.doctor.cpu import check
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di_bindings import cpu_kernels
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from neuron_di.config import DoctorOptions
 from neuron_di.doctor import checks
 from neuron_di.doctor.checks import CHECKS, GROUPS, chosen
 from neuron_di.doctor.finding import Finding, Grade
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di.errors import ConfigError
 
 FOLDER = Path(checks.__file__).parent

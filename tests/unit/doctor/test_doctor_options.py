@@ -4,9 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from neuron_di.config import FlagParser, ServeOptions, load_options, refused_variables
+from neuron_di.config import (
+    DoctorOptions,
+    FlagParser,
+    ServeOptions,
+    load_options,
+    refused_variables,
+)
 from neuron_di.doctor import add_doctor_flags
-from neuron_di.doctor.options import DoctorOptions, read_options
+from neuron_di.doctor.command import read_options
 from neuron_di.errors import ConfigError
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from machine_kit import found, make_machine
 
+from neuron_di.config import DoctorOptions
 from neuron_di.doctor.environment import check
 from neuron_di.doctor.finding import Grade
-from neuron_di.doctor.options import DoctorOptions
 
 
 def test_nothing_set_is_nothing_wrong(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from machine_kit import LIMITS, MEMINFO, STATUS, found, make_machine
 
+from neuron_di.config import DoctorOptions
 from neuron_di.config.control_group import core_quota, memory_limit
 from neuron_di.doctor.finding import Finding, Grade
-from neuron_di.doctor.host import check
-from neuron_di.doctor.limits import Limit, limit_of
+from neuron_di.doctor.host import Limit, check, limit_of
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di.doctor.runner import run_apart
 
 ADAPTER = {"/sys/class/infiniband/rdmap0s6/node_type": "4: <unknown>\n"}
@@ -140,7 +139,7 @@ def test_limits_are_read_by_name(tmp_path: Path) -> None:
     machine = make_machine(tmp_path, {"/proc/self/limits": LIMITS.replace("8388608", "unlimited")})
     assert limit_of(machine, "Max open files") == Limit(soft=1024, hard=1_048_576)
     assert limit_of(machine, "Max locked memory") == Limit(soft=None, hard=None)
-    assert limit_of(machine, "Max nothing") is None
+    assert limit_of(machine, "Max nothing") == Limit(soft=None, hard=None)
 
 
 def test_only_the_hard_limit_of_descriptors_matters(tmp_path: Path) -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 from machine_kit import make_machine, make_package
 
-from neuron_di.config import EtcdOptions, TransferOptions
+from neuron_di.config import DoctorOptions, EtcdOptions, TransferOptions
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di.doctor.packages import check
 
 NEEDED = ("torch>=2.11", "hypercorn<0.19,>=0.17", 'uvloop>=0.20; sys_platform != "win32"')

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from neuron_di.config import DoctorOptions
 from neuron_di.doctor import peers
 from neuron_di.doctor.finding import Grade
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di.doctor.resolve import Unresolved, resolve
 from neuron_di.etcd.child import free_ports
 

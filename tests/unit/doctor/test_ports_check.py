@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from machine_kit import make_machine
 
-from neuron_di.config import TransferOptions
+from neuron_di.config import DoctorOptions, TransferOptions
 from neuron_di.doctor.finding import Finding, Grade
 from neuron_di.doctor.listeners import Listener, listener_on
 from neuron_di.doctor.machine import Machine
-from neuron_di.doctor.options import DoctorOptions
 from neuron_di.doctor.ports import check
 from neuron_di.etcd.child import free_ports
 
