@@ -269,6 +269,23 @@ def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path):
     assert len(outcomes_of(written(tmp_path / "report.md")[1])) == 8
 
 
+def test_a_disk_that_is_full_has_no_half_report(tmp_path):
+    """A file may have so few bytes here, which is told in the same way."""
+    script = """if True:
+        import os, pathlib
+        from neuron_di.doctor.finding import Grade
+        from neuron_di.doctor.first_hour_point import Point
+        from neuron_di.doctor.first_hour_report import write
+        from neuron_di.doctor.machine import Machine
+        try:
+            write(pathlib.Path("report.md"), Machine(), [Point(1, Grade.OK, "x" * 100_000)], [])
+        except OSError:
+            print(os.listdir())"""
+    limited = ("sh", "-c", 'ulimit -f 8; exec "$@"', "sh", sys.executable, "-B", "-c", script)
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_the_command_writes_it_without_any_neuron(tmp_path):
     """A laptop: a report all the same, which says that there is nothing."""
     report = tmp_path / "report.md"
