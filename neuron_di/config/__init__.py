@@ -1,7 +1,6 @@
 """What a process is told at its start: typed options from flags, environment and a TOML file."""
 
-from neuron_di.config.available_memory import available_memory_bytes
-from neuron_di.config.cpu_cores import usable_cores
+from neuron_di.config.control_group import available_memory_bytes, usable_cores
 from neuron_di.config.cuda import CudaOptions
 from neuron_di.config.descriptor_limit import connections_within, raise_descriptor_limit
 from neuron_di.config.doctor import DoctorOptions

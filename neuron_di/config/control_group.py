@@ -1,12 +1,17 @@
-"""What control groups leave to this process: a container's limits, or a systemd unit's.
+"""What this process may take of the machine, and what control groups leave it of that: a
+container's limits, or a systemd unit's.
 
 Version 2 has a folder per group, and each group has what all above it leave; version 1 has one
 tree per kind, of which a container sees its own part at the top. `read` gives a file's text, by its
 absolute path, or None where there is no such file.
 """
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
+
+from neuron_di.errors import ConfigError
 
 Read = Callable[[str], str | None]
 
@@ -17,6 +22,33 @@ _MEMORY = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+
+def text_of(path: str) -> str | None:
+    """A `read` of this machine's files."""
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def usable_cores(read: Read = text_of) -> int:
+    """The cores that this process may run on, or fewer where a control group grants less time.
+
+    More threads than that only wait for each other: with a quota of two cores, as of a container,
+    64 of them stand still for most of each period. At least 1.
+    """
+    cores, quota = len(os.sched_getaffinity(0)), core_quota(read)
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def available_memory_bytes(read: Read = text_of) -> int:
+    """The machine's, as the kernel estimates it, or less where a control group limits it."""
+    found = re.search(r"^MemAvailable:\s*([0-9]+) kB$", read("/proc/meminfo") or "", re.MULTILINE)
+    if found is None:
+        raise ConfigError("/proc/meminfo does not say how much memory is available")
+    machine_bytes, left_bytes = int(found[1]) << 10, memory_left(read)
+    return machine_bytes if left_bytes is None else min(machine_bytes, left_bytes)
 
 
 def core_quota(read: Read) -> float | None:
@@ -58,14 +90,6 @@ def memory_left(read: Read) -> int | None:
                 used_bytes = int(read(f"{folder}/{used}") or 0) - freed_bytes
                 left.append(max(0, int(text) - used_bytes))
     return min(left, default=None)
-
-
-def text_of(path: str) -> str | None:
-    """A `read` of this machine's files."""
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return None
 
 
 def _texts(read: Read, name: str, kind: str = "") -> Iterator[str]:
