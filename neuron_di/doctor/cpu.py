@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from neuron_di.config import DoctorOptions
-from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.finding import Finding, Need
 from neuron_di.doctor.machine import Machine
 from neuron_di_bindings import cpu_kernels
 
@@ -46,14 +46,11 @@ def _kernels() -> Finding:
         )
     best = kernels.isas[-1]
     words = f"the compiled CPU kernels load, and use {best}"
+    facts = {"instruction_sets": list(kernels.isas)}
     if best == "plain":
         words += ": this processor has neither AVX2 nor AVX-512, so --device cpu is slow"
-    return Finding(
-        check="cpu.kernels",
-        grade=Grade.NOTE if best == "plain" else Grade.OK,
-        says=words,
-        facts={"instruction_sets": list(kernels.isas)},
-    )
+        return Finding.note("cpu.kernels", words, facts=facts)
+    return Finding.ok("cpu.kernels", words, facts=facts)
 
 
 def _compiled() -> Finding:
@@ -72,13 +69,8 @@ def _compiled() -> Finding:
     effects += [_COMPILED[name] for name in broken if not name.startswith(_PROXY)]
     words = [f"not compiled: {', '.join(missing)}"] if missing else []
     words += [f"does not load: {name} ({faults[name][:100]})" for name in broken]
-    return Finding(
-        check="cpu.compiled",
-        grade=Grade.FAILED if is_fatal else Grade.WARNING,
-        says=f"{'; '.join(words)}; so {'; '.join(effects)}",
-        mend=BUILD,
-        facts=facts,
-    )
+    says = f"{'; '.join(words)}; so {'; '.join(effects)}"
+    return Need(is_fatal).unmet("cpu.compiled", says, BUILD, facts=facts)
 
 
 def _file_of(name: str) -> Path | None:

@@ -38,24 +38,20 @@ def library(machine: Machine, asked: Asked) -> Point:
         "lacks": found["lacks"],
     }
     facts["exports"] = _exports(Path(found["path"]), facts["async_api"])
-    layouts = nrt_layout.compare(machine)
-    is_compared = isinstance(layouts, nrt_layout.Layouts)
-    facts["layouts"] = (
-        {"same": len(layouts.same), "differing": layouts.differing, "unknown": layouts.unknown}
-        if isinstance(layouts, nrt_layout.Layouts)
-        else layouts
-    )
     missing = [name for name in RUNTIME_FUNCTIONS if name in found["lacks"]]
+    num_unknown = len(facts["exports"].get("unknown", ()))
     words = f"Version {facts['version']}; of the functions in our table it lacks "
-    words += (
-        f"{len(found['lacks'])}, and {len(facts['exports'].get('unknown', ()))} of its own are "
-    )
-    words += "not in the table"
-    if isinstance(layouts, nrt_layout.Layouts):
-        words += f"; {len(layouts.same)} structs and statuses are as its headers say"
-        if layouts.differing:
-            words += f", {len(layouts.differing)} are not: {', '.join(layouts.differing)}"
-    is_bad = bool(missing) or (is_compared and bool(facts["layouts"]["differing"]))
+    words += f"{len(found['lacks'])}, and {num_unknown} of its own are not in the table"
+    layouts = nrt_layout.compare(machine)
+    if isinstance(layouts, str):
+        facts["layouts"], differing = layouts, {}
+    else:
+        same, differing = len(layouts.same), layouts.differing
+        facts["layouts"] = {"same": same, "differing": differing, "unknown": layouts.unknown}
+        words += f"; {same} structs and statuses are as its headers say"
+        if differing:
+            words += f", {len(differing)} are not: {', '.join(differing)}"
+    is_bad = bool(missing or differing)
     return Point(1, Grade.FAILED if is_bad else Grade.OK, f"{words}.", facts)
 
 

@@ -10,7 +10,7 @@ from neuron_di.config import DoctorOptions, FrontOptions, connections_within
 from neuron_di.config.control_group import core_quota, memory_limit
 from neuron_di.config.descriptor_limit import DESCRIPTORS_MIN
 from neuron_di.doctor.amounts import counted, in_bytes
-from neuron_di.doctor.finding import Fact, Finding, Grade
+from neuron_di.doctor.finding import Fact, Finding, Need
 from neuron_di.doctor.machine import Machine, Room
 
 MEMORY_BYTES_MIN = 1 << 30  # torch and a small model, in two workers
@@ -109,12 +109,11 @@ def _descriptors(machine: Machine) -> Finding:
     wanted = FrontOptions().connections_max
     num = wanted if limit.hard is None else connections_within(limit.hard, wanted)
     if limit.hard is not None and num < wanted:
-        return Finding(
-            check="host.descriptors",
-            grade=Grade.WARNING if limit.hard >= DESCRIPTORS_MIN else Grade.FAILED,
-            says=f"a process may have {limit.hard:,} files and sockets open: a proxy takes {num:,} "
+        return Need(limit.hard < DESCRIPTORS_MIN).unmet(
+            "host.descriptors",
+            f"a process may have {limit.hard:,} files and sockets open: a proxy takes {num:,} "
             f"connections at most, where its default is {wanted:,}",
-            mend="Raise the hard limit nofile (LimitNOFILE= of a systemd unit), or lower "
+            "Raise the hard limit nofile (LimitNOFILE= of a systemd unit), or lower "
             "--connections-max; the soft limit is raised by the server itself.",
             facts=facts,
         )

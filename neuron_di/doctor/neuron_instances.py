@@ -6,7 +6,7 @@ that AWS publishes for schedulers. Trn3 is left out: this project has not looked
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 AMAZON = "0x1d0f"
 NEURON_IDS: Mapping[str, str] = {  # PCI ids, and which family they are of
@@ -64,6 +64,14 @@ _TRN2_EFA = _addresses(
     "98:00.0 83:00.0 82:00.0 99:00.0 f5:00.0 e0:00.0 df:00.0 f6:00.0"
 )
 
+_TRN2 = Instance(
+    name="trn2.48xlarge",
+    num_devices=16,
+    cores_per_device=8,
+    logical_default=2,
+    num_efa=16,
+    efa_of_device=_TRN2_EFA,
+)
 _ROWS = (
     Instance(name="trn1.2xlarge", num_devices=1, cores_per_device=2),
     Instance(
@@ -86,22 +94,8 @@ _ROWS = (
     Instance(name="inf2.48xlarge", num_devices=12, cores_per_device=2),
     # Its one adapter is the host's: it reaches no device's memory.
     Instance(name="trn2.3xlarge", num_devices=1, cores_per_device=8, logical_default=2, num_efa=1),
-    Instance(
-        name="trn2.48xlarge",
-        num_devices=16,
-        cores_per_device=8,
-        logical_default=2,
-        num_efa=16,
-        efa_of_device=_TRN2_EFA,
-    ),
-    Instance(
-        name="trn2u.48xlarge",
-        num_devices=16,
-        cores_per_device=8,
-        logical_default=2,
-        num_efa=16,
-        efa_of_device=_TRN2_EFA,
-    ),
+    _TRN2,
+    replace(_TRN2, name="trn2u.48xlarge"),
 )
 
 INSTANCES: Mapping[str, Instance] = {row.name: row for row in _ROWS}

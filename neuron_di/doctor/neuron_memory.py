@@ -117,16 +117,12 @@ def _registration(
     no_dmabuf = asked.failure("dmabuf")
     facts: dict[str, Fact] = {"core": lnc, "efa": attached, "dmabuf": no_dmabuf is None}
     if asked.failure("efa") is None and attached is None:
-        has_efa = row is not None and bool(row.efa_of_device)
-        yield Finding(
-            check="neuron.registration",
-            grade=Grade.WARNING if has_efa else Grade.NOTE,
-            says="the runtime knows no EFA adapter beside the device's memory",
-            mend="Attach EFA adapters to the instance when it is launched, all that it can have."
-            if has_efa
-            else "",
-            facts=facts,
-        )
+        says = "the runtime knows no EFA adapter beside the device's memory"
+        if row is not None and row.efa_of_device:
+            mend = "Attach EFA adapters to the instance when it is launched, all that it can have."
+            yield Finding.warning("neuron.registration", says, mend, facts=facts)
+        else:
+            yield Finding.note("neuron.registration", says, facts=facts)
         return
     present = [adapter.address for adapter in efa_adapters(machine)]
     if attached is not None and present and attached not in present:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from neuron_di.config import DoctorOptions
-from neuron_di.doctor.finding import Fact, Finding, Grade, Need
+from neuron_di.doctor.finding import Fact, Finding, Need
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import Asked, ask_library, expects_neuron, need_of
 from neuron_di.doctor.neuron_devices import DRIVER_FILE
@@ -164,15 +164,11 @@ def _pair(driver: str, runtime: str, family: str, need: Need) -> Finding:
             _UPDATE,
             facts=facts,
         )
-    is_known = bool(of_driver and of_runtime)
-    return Finding(
-        check="neuron.pair",
-        grade=Grade.OK if is_known else Grade.NOTE,
-        says=f"driver and runtime are both of SDK {of_driver[0]}"
-        if is_known
-        else f"nothing is known of the driver {driver} with the runtime {runtime}",
-        facts=facts,
-    )
+    if of_driver and of_runtime:
+        says = f"driver and runtime are both of SDK {of_driver[0]}"
+        return Finding.ok("neuron.pair", says, facts=facts)
+    says = f"nothing is known of the driver {driver} with the runtime {runtime}"
+    return Finding.note("neuron.pair", says, facts=facts)
 
 
 def _packages(machine: Machine, need: Need) -> Iterator[Finding]:
@@ -224,23 +220,20 @@ def _releases(
         f"{name} {short(version)}" + (f" (SDK {sdks[name][0]})" if name in sdks else "")
         for name, version in installed.items()
     )
-    if common or not sdks:
-        yield Finding(
-            check="neuron.release",
-            grade=Grade.OK if common else Grade.NOTE,
-            says=f"all parts that are known are of SDK {max(common, key=numbers_of)}"
-            if common
-            else "nothing is known of these versions",
-            facts={"versions": dict(installed)},
+    facts: dict[str, Fact] = {"versions": dict(installed)}
+    if common:
+        says = f"all parts that are known are of SDK {max(common, key=numbers_of)}"
+        yield Finding.ok("neuron.release", says, facts=facts)
+    elif not sdks:
+        yield Finding.note("neuron.release", "nothing is known of these versions", facts=facts)
+    else:
+        yield Finding.warning(
+            "neuron.release",
+            f"parts of different releases of the SDK: {listed}",
+            "Install all of one release. A model that was compiled with another compiler is "
+            "compiled again.",
+            facts=facts,
         )
-        return
-    yield Finding.warning(
-        "neuron.release",
-        f"parts of different releases of the SDK: {listed}",
-        "Install all of one release. A model that was compiled with another compiler is "
-        "compiled again.",
-        facts={"versions": dict(installed)},
-    )
 
 
 def _torch(machine: Machine, torch_neuronx: str | None, need: Need) -> Iterator[Finding]:

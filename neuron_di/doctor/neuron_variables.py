@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from neuron_di.config import DoctorOptions
 from neuron_di.config.option import PORT_MAX
-from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.finding import Finding, Need
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_asked import expects_neuron
 from neuron_di.doctor.neuron_instances import INSTANCES
@@ -75,16 +75,16 @@ def _cores(machine: Machine) -> Iterator[Finding]:
             f"Unset {LOGICAL_CORES}, or set what the model is compiled for.",
         )
     elif logical and row is not None and int(logical) != row.logical_default:
-        is_possible = row.logical_default > 1
-        yield Finding(
-            check="neuron.logical_cores",
-            grade=Grade.NOTE if is_possible else Grade.WARNING,
-            says=f"{LOGICAL_CORES}={logical}, and {row.name} has {row.logical_default} by default: "
-            "models are compiled for one of them",
-            mend="Set the same for compile, serve and worker."
-            if is_possible
-            else f"Unset {LOGICAL_CORES}: cores of {row.family} are not joined.",
+        says = (
+            f"{LOGICAL_CORES}={logical}, and {row.name} has {row.logical_default} by default: "
+            "models are compiled for one of them"
         )
+        if row.logical_default > 1:
+            mend = "Set the same for compile, serve and worker."
+            yield Finding.note("neuron.logical_cores", says, mend)
+        else:
+            mend = f"Unset {LOGICAL_CORES}: cores of {row.family} are not joined."
+            yield Finding.warning("neuron.logical_cores", says, mend)
 
 
 def _send_receive(machine: Machine, *, is_wanted: bool) -> Iterator[Finding]:
@@ -104,12 +104,11 @@ def _send_receive(machine: Machine, *, is_wanted: bool) -> Iterator[Finding]:
         )
     gate = environment.get(ENABLED_VARIABLE, "1")
     if gate != "1":
-        yield Finding(
-            check="neuron.send_receive_gate",
-            grade=Grade.FAILED if is_wanted else Grade.WARNING,
-            says=f"{ENABLED_VARIABLE}={gate} turns send and receive between devices off: KV moves "
+        yield Need(is_wanted).unmet(
+            "neuron.send_receive_gate",
+            f"{ENABLED_VARIABLE}={gate} turns send and receive between devices off: KV moves "
             "by way of the host",
-            mend=f"Unset it for `serve`, or set it to 1: export {ENABLED_VARIABLE}=1.",
+            f"Unset it for `serve`, or set it to 1: export {ENABLED_VARIABLE}=1.",
         )
     yield from _port(machine)
     shared = environment.get(SHARED_MEMORY_OF_EFA, "0")

@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from neuron_di.config import DoctorOptions
 from neuron_di.doctor.amounts import counted
-from neuron_di.doctor.finding import Finding, Grade
+from neuron_di.doctor.finding import Fact, Finding, Grade
 from neuron_di.doctor.machine import Machine
 from neuron_di.version import __version__
 
@@ -86,16 +86,14 @@ def _needed(
 
 def _not_installed(requirement: Requirement, options: DoctorOptions) -> Finding:
     """Nobody knows of a machine whether it is to be a proxy's, which has no torch."""
-    may_lack = requirement.name == "torch" and options.device == "auto"
-    says = f"{requirement.name} is not installed, and neuron-di needs it"
+    facts: dict[str, Fact] = {"name": requirement.name, "wanted": str(requirement.specifier)}
     mend = f"pip install '{_words(requirement)}'"
-    return Finding(
-        check="packages.needed",
-        grade=Grade.WARNING if may_lack else Grade.FAILED,
-        says="torch is not installed: a proxy needs none, a worker does" if may_lack else says,
-        mend=f"For a proxy nothing, else {mend}" if may_lack else mend,
-        facts={"name": requirement.name, "wanted": str(requirement.specifier)},
-    )
+    if requirement.name == "torch" and options.device == "auto":
+        says = "torch is not installed: a proxy needs none, a worker does"
+        mend = f"For a proxy nothing, else {mend}"
+        return Finding.warning("packages.needed", says, mend, facts=facts)
+    says = f"{requirement.name} is not installed, and neuron-di needs it"
+    return Finding.failed("packages.needed", says, mend, facts=facts)
 
 
 def _other_version(machine: Machine, requirement: Requirement, version: str) -> Finding:
