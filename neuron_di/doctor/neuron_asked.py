@@ -6,7 +6,6 @@ Who has a core, the runtime tells nobody; it is tried.
 """
 
 import fcntl
-import json
 import os
 import socket
 import sys
@@ -14,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from neuron_di.clock import Deadline
 from neuron_di.config import DoctorOptions
@@ -108,14 +109,10 @@ def need_of(machine: Machine, options: DoctorOptions) -> Need:
 def ask_library(machine: Machine, options: DoctorOptions) -> Asked:
     """What library there is. Takes no core. One that hangs is asked once in a run."""
     if known := machine.hanging.read():
-        answer = json.loads(known)
-        steps = Steps(answer["found"], answer["begun"])
-        return Asked(steps, answer["words"], answer["returncode"], has_timed_out=True)
+        return msgspec.json.decode(known, type=Asked)
     asked = ask(machine, options, "library", timeout_s=LIBRARY_TIMEOUT_S)
     if asked.has_timed_out:
-        answer = {"found": asked.steps.found, "begun": asked.steps.begun}
-        answer |= {"words": asked.words, "returncode": asked.returncode}
-        machine.hanging.write(json.dumps(answer))
+        machine.hanging.write(msgspec.json.encode(replace(asked, log="")).decode())
     return asked
 
 
