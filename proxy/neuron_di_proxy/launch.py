@@ -23,8 +23,9 @@ from neuron_di_proxy.emit import Emit, MakeLane, no_lane
 from neuron_di_proxy.failure import LegFailed, RequestTimeout, failure_of
 from neuron_di_proxy.health import Health, Watching
 from neuron_di_proxy.inbox import Side
-from neuron_di_proxy.leg_merge import PairOfLegs, WholeLeg
+from neuron_di_proxy.leg_merge import PairOfLegs
 from neuron_di_proxy.route import Pair
+from neuron_di_proxy.whole_leg import WholeLeg
 from neuron_di_proxy.workers import Leg, Workers
 
 

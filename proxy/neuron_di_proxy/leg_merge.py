@@ -17,10 +17,10 @@ from neuron_di.wire.handoff import LaunchAction, LaunchEvent, LaunchState, launc
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.emit import Emit, MakeLane, no_lane
 from neuron_di_proxy.failure import RequestTimeout
-from neuron_di_proxy.health import Praise
 from neuron_di_proxy.inbox import Heard, Inbox, Side
 from neuron_di_proxy.leg_events import event_of, is_steady
 from neuron_di_proxy.token_lane import Lane
+from neuron_di_proxy.watch import LATE_S, Praise
 from neuron_di_proxy.workers import Leg
 
 RELEASE_TIMEOUT_S = 1.0  # from the end of decode to prefill's word that its blocks are free
@@ -216,32 +216,6 @@ class Running(ABC):
         self.wake_by(self.next_s())
 
 
-class WholeLeg(Running):
-    """A worker that does it all. Between tokens it may prefill for others."""
-
-    def step(self, heard: Heard) -> None:
-        said = heard.said
-        if isinstance(said, Exception):
-            raise said
-        if isinstance(said, Finished):
-            self._attempt.prefill = self._attempt.decode = said.receipt
-            self.complete(said)
-            self.end(said)
-        elif isinstance(said, Token):
-            self.give(said)
-            self.praise()
-            self.inbox.relay("whole", self.give)
-            self.take_lane("whole")
-        else:
-            raise RemoteProtocolError(f"a worker sent {type(said).__name__} to a whole leg")
-
-    def catch_up(self, lane: Lane) -> None:
-        due = self._due
-        super().catch_up(lane)
-        if self._due > due:
-            self.praises["whole"]()
-
-
 class PairOfLegs(Running):
     """Both legs, as the table moves them."""
 
@@ -301,6 +275,12 @@ class PairOfLegs(Running):
             worker_id = self._attempt.workers()[1].worker_id
             raise PeerTimeout(f"worker {worker_id} sent no token for too long")
 
+    def _ring(self) -> None:
+        # This process stood still: what came meanwhile is still to be read.
+        if now_s() - self._timer_s > LATE_S and self._stall_s < math.inf:
+            self._stall_s = now_s() + self._stall_timeout_s
+        super()._ring()
+
     def _move(self, heard: Heard, event: LaunchEvent) -> Heard | None:
         """Do what the table says. Returns what was put aside, and is to be looked at again."""
         self.speaker, said = heard
@@ -313,9 +293,8 @@ class PairOfLegs(Running):
                 self.wake_by(self._denied_s)
             if len(self._held) < 2:
                 return None
-            return self._move(
-                self._held["prefill"], LaunchEvent.OVERDUE
-            )  # they wait for each other
+            # They wait for each other.
+            return self._move(self._held["prefill"], LaunchEvent.OVERDUE)
         due = self._held.pop("prefill" if is_decode else "decode", None)
         if is_decode:
             self._denied_s = math.inf

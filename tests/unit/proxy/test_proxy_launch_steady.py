@@ -13,6 +13,7 @@ from virtual_cluster import virtual
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions
 from neuron_di.errors import PeerTimeout, RemoteProtocolError
+from neuron_di.testing.virtual_loop import Process
 from neuron_di.types import RequestId
 from neuron_di.wire.handoff import LAUNCH, LaunchAction, LaunchEvent, LaunchState, LaunchStep
 from neuron_di_proxy import leg_merge
@@ -204,6 +205,25 @@ async def test_a_stall_counts_from_the_last_steady_token():
     assert now_s() - last_s == pytest.approx(STALL_S, abs=0.01)
     assert run.attempt.blamed.worker_id == "d1"
     assert len(run.tokens) == 40
+
+
+@virtual
+async def test_what_came_while_this_process_stood_still_is_read_before_it_counts_as_a_stall():
+    proxy = Process(asyncio.get_running_loop(), "proxy")
+    run = proxy.context.run(Spoken)
+    decode = await run.steady()
+    await asyncio.sleep(0.5 * STALL_S)
+    proxy.freeze()
+    await asyncio.sleep(2 * STALL_S)
+    proxy.thaw()
+    await asyncio.sleep(0.1)
+    assert not run.task.done()
+    decode.say(token(2))
+    assert run.indices == [0, 1, 2]
+    last_s = now_s()
+    with pytest.raises(PeerTimeout, match="d1 sent no token"):
+        await run.task
+    assert now_s() - last_s == pytest.approx(STALL_S, abs=0.01)
 
 
 @pytest.mark.parametrize("index", [1, 3])
