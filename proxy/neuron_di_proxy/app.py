@@ -275,7 +275,7 @@ class Proxy(Quart):
         ticket.take(1, len(body) / BYTES_PER_TOKEN)
         await ticket.turn(Deadline.after(service.limits.queue_timeout_s))
         return Response(
-            await forward_tokenize(kind, body, service.router, service.client),
+            await forward_tokenize(kind, body, service.router, service.client, service.health),
             content_type="application/json",
         )
 

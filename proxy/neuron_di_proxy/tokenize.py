@@ -1,6 +1,8 @@
 """/tokenize and /detokenize, as vLLM has them: read here, answered by any worker of the model."""
 
-from typing import Literal
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,10 +14,12 @@ from neuron_di.wire import (
     Failed,
     PromptOptions,
     TokenizePrompt,
+    WorkerRecord,
     leg_event_decoder,
 )
 from neuron_di_proxy.failure import LegFailed
 from neuron_di_proxy.field_rules import is_known_null
+from neuron_di_proxy.health import Health
 from neuron_di_proxy.json_object import explain, read_body
 from neuron_di_proxy.route import Router
 from neuron_di_proxy.tool_calls import check_tools
@@ -23,6 +27,7 @@ from neuron_di_proxy.worker_client import WorkerClient
 from neuron_di_proxy.workers import Process, process_of
 
 TokenizeKind = Literal["tokenize", "detokenize"]
+_Answer = tuple[int, bytes]  # status and body
 
 TIMEOUT_S = 30.0
 ANSWER_BYTES_MAX = 128 << 20  # ids and texts of the tokens of the longest body
@@ -84,12 +89,13 @@ class _IdFields(_Fields, kw_only=True, forbid_unknown_fields=True):
 
 
 async def forward_tokenize(
-    kind: TokenizeKind, body: bytes, router: Router, client: WorkerClient
+    kind: TokenizeKind, body: bytes, router: Router, client: WorkerClient, health: Health
 ) -> bytes:
     """Answer a client's document with the one that a worker makes: JSON, as vLLM's.
 
-    Tries other workers when the first cannot be asked. Raises BadRequest, ModelNotFound,
-    CapacityError, LegFailed with the worker's own words, or what else befell the last worker.
+    Tries other workers when the first cannot be asked, or is lost before it has answered. Raises
+    BadRequest, ModelNotFound, CapacityError, LegFailed with the worker's own words, or what else
+    befell the last worker.
     """
     fields = _read(kind, body)
     model, question = _model_of(fields, router), fields.question()
@@ -100,13 +106,14 @@ async def forward_tokenize(
         tried.add(process_of(record))
         _check_count(question, record.context_tokens)
         try:
-            status, answer = await client.ask(
+            asking = client.ask(
                 record,
                 f"/{kind}",
                 question,
                 timeout_s=deadline.remaining_s(),
                 bytes_max=ANSWER_BYTES_MAX,
             )
+            status, answer = await _unless_lost(asking, record, health)
             if status == 200:
                 return answer
             raise _refusal(answer)
@@ -114,6 +121,27 @@ async def forward_tokenize(
             is_final = isinstance(error, LegFailed) and not error.failed.retryable
             if is_final or len(tried) == _ATTEMPTS_MAX or deadline.has_passed():
                 raise
+
+
+async def _unless_lost(
+    asking: Coroutine[Any, Any, _Answer], record: WorkerRecord, health: Health
+) -> _Answer:
+    """What comes of it, or the error that says that the worker is gone or frozen."""
+    answer: asyncio.Future[_Answer] = asyncio.ensure_future(asking)
+    loss: asyncio.Future[PeerError] = asyncio.get_running_loop().create_future()
+
+    def lose(error: PeerError) -> None:
+        if not loss.done():
+            loss.set_result(error)
+
+    try:
+        with health.watching(record, lose):
+            await asyncio.wait((answer, loss), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        raise loss.result()
+    finally:
+        answer.cancel()
 
 
 def _read(kind: TokenizeKind, body: bytes) -> _TextFields | _ChatFields | _IdFields:

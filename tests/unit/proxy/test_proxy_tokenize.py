@@ -1,5 +1,6 @@
 """/tokenize and /detokenize from a client's document to a worker's tokenizer, over real HTTP."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,11 +17,12 @@ from neuron_di.request import Tokenizer
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.testing.checkpoints import TOOL_CHAT_TEMPLATE
 from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, encode_json
+from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus, encode_json
 from neuron_di.worker.leg_report import failed
 from neuron_di.worker.prompts import PromptReader
 from neuron_di.worker.tokenize_api import add_tokenize_routes
 from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.health import Health
 from neuron_di_proxy.known_models import ModelNotFound
 from neuron_di_proxy.route import Router
 from neuron_di_proxy.tokenize import forward_tokenize
@@ -45,6 +47,7 @@ class Workers:
         self._records: list[WorkerRecord] = []
         self.client = client
         self.router = Router(self, self)
+        self.health = Health(client, self, LimitOptions(freeze_timeout_s=1, probe_interval_s=0.05))
         self.asked: list[str] = []
 
     def workers(self) -> tuple[WorkerRecord, ...]:
@@ -61,13 +64,19 @@ class Workers:
 
         @web.middleware
         async def note(request: web.Request, handler: object) -> web.StreamResponse:
-            self.asked.append(name)
+            if request.path != "/status":
+                self.asked.append(name)
             if refuses is not None:
                 return web.Response(body=encode_json(failed(refuses)), status=refuses.http_status)
             return await handler(request)
 
+        async def tell(_: web.Request) -> web.Response:
+            record = next(each for each in self._records if each.worker_id == name)
+            return web.Response(body=encode_json(word_of(record)))
+
         app = web.Application(middlewares=[note])
         add_tokenize_routes(app, prompts)
+        app.router.add_get("/status", tell)
         runner = web.AppRunner(app)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
@@ -83,9 +92,24 @@ class Workers:
             port = runner.addresses[0][1]
         self._announce(name, "m", port)
 
+    async def add_frozen(self, name: str) -> None:
+        """One that takes connections and says nothing."""
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while await reader.read(1024):
+                pass
+            writer.close()
+
+        server = await asyncio.start_server(listen, "127.0.0.1", 0)
+        self._stack.callback(server.close)
+        self._announce(name, "m", server.sockets[0].getsockname()[1])
+
     async def ask(self, kind: str, **fields: object) -> dict[str, object]:
         body = json.dumps(fields).encode()
-        return json.loads(await forward_tokenize(kind, body, self.router, self.client))
+        return json.loads(await self.forward(kind, body))
+
+    async def forward(self, kind: str, body: bytes) -> bytes:
+        return await forward_tokenize(kind, body, self.router, self.client, self.health)
 
     def _announce(self, name: str, model: str, port: int) -> None:
         self._records.append(
@@ -107,6 +131,18 @@ class Workers:
                 started_unix_s=0.0,
             )
         )
+
+
+def word_of(record: WorkerRecord) -> WorkerStatus:
+    return WorkerStatus(
+        record=record,
+        num_blocks=1,
+        num_blocks_free=1,
+        num_waiting=0,
+        num_running=0,
+        num_transferring=0,
+        num_steps=0,
+    )
 
 
 @pytest.fixture
@@ -203,7 +239,7 @@ async def test_no_worker_is_asked_what_cannot_be_meant(
 async def test_what_is_no_document_is_refused(workers: Workers, folder: Path, body: bytes) -> None:
     await workers.add("one", folder)
     with pytest.raises(BadRequest):
-        await forward_tokenize("tokenize", body, workers.router, workers.client)
+        await workers.forward("tokenize", body)
     assert workers.asked == []
 
 
@@ -237,6 +273,15 @@ async def test_a_worker_that_cannot_be_asked_is_passed_over(workers: Workers, fo
         assert answer["count"] == 1
     assert workers.asked.count("alive") == 6
     assert workers.asked.count("busy") > 0
+
+
+async def test_nobody_waits_for_a_worker_that_is_frozen(workers: Workers, folder: Path) -> None:
+    await workers.add_frozen("frozen")
+    await workers.add("alive", folder)
+    async with workers.health:
+        for _ in range(4):
+            answer = await workers.ask("tokenize", prompt="x")
+            assert answer["count"] == 1
 
 
 async def test_with_nobody_to_ask_the_client_may_come_again(workers: Workers, folder: Path) -> None:
