@@ -269,7 +269,7 @@ class Proxy(Quart):
 
     async def _forward_tokenize(self, kind: TokenizeKind) -> Response:
         request, service = _this_request(), self.service
-        ticket = service.admission.arrive(request.tenant)
+        ticket = service.arrive(request.tenant)
         request.cleanup.callback(ticket.close)
         body = await _json_body(request)
         ticket.take(1, len(body) / BYTES_PER_TOKEN)

@@ -38,13 +38,7 @@ from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.model_traits import ModelTraits, TraitsBook
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.policy import POLICIES
-from neuron_di_proxy.receipts import (
-    Receipt,
-    ReceiptStore,
-    RequestRecord,
-    durations_of,
-    num_taken,
-)
+from neuron_di_proxy.receipts import Receipt, ReceiptStore, RequestRecord, durations_of, num_taken
 from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.refusal import Refusal, refusal_of, stream_error
 from neuron_di_proxy.reply import Headers, Reply
@@ -117,13 +111,17 @@ class Service:
         """
         client_id = client_id_of(headers)
         tenant = self.keys.tenant_of(headers.get("authorization"))
+        ticket = self.arrive(tenant)
+        trace = self.tracing.open(headers.get("traceparent"))
+        return Exchange(self, endpoint, tenant, ticket, client_id, trace)
+
+    def arrive(self, tenant: Tenant) -> Ticket:
+        """As `Admission.arrive`. What a tenant's limits refuse is counted."""
         try:
-            ticket = self.admission.arrive(tenant)
+            return self.admission.arrive(tenant)
         except RateLimited:
             self.metrics.tenants.count_limited(tenant.name)
             raise
-        trace = self.tracing.open(headers.get("traceparent"))
-        return Exchange(self, endpoint, tenant, ticket, client_id, trace)
 
     def refuse(
         self,

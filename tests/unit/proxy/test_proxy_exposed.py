@@ -151,13 +151,15 @@ async def test_a_receipt_is_its_tenants_and_operators(exposed):
     assert seen == {"alice": 200, "one": 404, "op": 200}
 
 
-async def test_tokenising_takes_a_tenants_turn_too(exposed):
+async def test_tokenising_takes_a_tenants_turn_too_and_is_counted_where_it_may_not(exposed):
     body = {"model": "tiny", "prompt": "hi"}
     statuses = [
         (await exposed.ask("POST", "/tokenize", body, exposed.keys["few"]))[0] for _ in range(3)
     ]
     assert statuses[2] == 429
     assert 429 not in statuses[:2]
+    async with exposed.proxy.http.get("/metrics", headers=exposed.keys["op"]) as response:
+        assert 'neuron_di_tenant_limited_total{tenant="few"} 1.0' in await response.text()
 
 
 async def test_what_all_routes_say(exposed):
