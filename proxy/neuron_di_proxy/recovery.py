@@ -36,8 +36,12 @@ ATTEMPTS_MAX = 900  # workers take numbers of three digits
 BACKOFF_GROWTH = 1.5
 BACKOFF_JITTER = 0.2
 ROUTE_POLL_S = 0.1  # a directory does not tell of its changes
+LOOKED_MAX = 64  # kinds of requests that are known to have found nobody just now
 BUDGET_BURST = 100.0
 CONFIRM_S = 1.0  # until a worker whose connection broke has answered, or is known to be lost
+
+# A model, which weights (None: any), and how long a context: who wants the same finds the same.
+_Wanted = tuple[str, str | None, int]
 
 _log = get_logger(__name__)
 _limited = LimitedLogger(__name__)
@@ -98,6 +102,8 @@ class RequestRunner:
         self._limits = limits
         self._rng = rng
         self._launcher = Launcher(workers, health, limits)
+        self._looked_s: dict[_Wanted, float] = {}  # in vain; of those that wait, the last one
+        health.on_change(self._looked_s.clear)
         self._is_abandoned = False
         self.budget = RetryBudget(limits.retry_share)
 
@@ -190,6 +196,7 @@ class RequestRunner:
         # whose context would end it earlier.
         digest = began.workers()[0].model_digest if began is not None else None
         context_tokens = began.context_tokens() if began is not None else 0
+        wanted = record.model, digest, context_tokens
         queue: Deadline | None = None  # as a rule there is nothing to wait for
         while True:
             if self._is_abandoned:
@@ -197,17 +204,32 @@ class RequestRunner:
             if deadline.has_passed():
                 raise RequestTimeout("no worker could take the request in time")
             try:
-                return self._router.pick(record.model, avoid, digest, context_tokens, request)
+                if queue is None or queue.has_passed() or self._may_look(wanted):
+                    return self._router.pick(record.model, avoid, digest, context_tokens, request)
             except CapacityError:
                 queue = queue or self._queue_deadline(record, deadline)
                 if queue.has_passed():
                     raise
+                self._note_vain_look(wanted)
             except ModelNotFound:
                 queue = queue or self._queue_deadline(record, deadline)
                 if not record.attempts or queue.has_passed():
                     raise
             wait_s = min(ROUTE_POLL_S, queue.remaining_s(), deadline.remaining_s())
             await self._wait_for_workers(record, max(wait_s, 1e-3))
+
+    def _may_look(self, wanted: _Wanted) -> bool:
+        """Whether nobody else has just looked for the same in vain.
+
+        Those that wait may be a thousand, and to find that none of a hundred workers will do takes
+        a millisecond: of all that look at one moment only the first does.
+        """
+        return now_s() >= self._looked_s.get(wanted, -ROUTE_POLL_S) + ROUTE_POLL_S / 2
+
+    def _note_vain_look(self, wanted: _Wanted) -> None:
+        if len(self._looked_s) >= LOOKED_MAX:
+            self._looked_s.clear()
+        self._looked_s[wanted] = now_s()
 
     def _queue_deadline(self, record: RequestRecord, deadline: Deadline) -> Deadline:
         """Who gave way to others would have its whole answer otherwise. So it waits as long as it

@@ -1,6 +1,7 @@
 """How long a request waits for workers that are gone, frozen, late or silent. On virtual time."""
 
 import asyncio
+from unittest import mock
 
 import pytest
 from virtual_cluster import (
@@ -19,10 +20,7 @@ from virtual_cluster import (
 )
 
 from neuron_di.clock import now_s
-from neuron_di.errors import (
-    CapacityError,
-    PeerGone,
-)
+from neuron_di.errors import CapacityError, PeerGone
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.recovery import ATTEMPTS_MAX
 
@@ -49,6 +47,22 @@ async def test_a_worker_that_comes_while_a_request_waits_gets_it():
         cluster.relist()
         assert (await asking).is_complete
         assert len((await asking).record.attempts) == 1
+
+
+@virtual
+async def test_of_all_that_wait_one_looks_at_a_time():
+    num_waiting = 100
+    async with one_by_one() as cluster:
+        decode = cluster.workers["d1"]
+        decode.kill()
+        await asyncio.sleep(1.0)
+        with mock.patch.object(cluster.router, "pick", wraps=cluster.router.pick) as pick:
+            asking = [asyncio.create_task(cluster.ask()) for _ in range(num_waiting)]
+            await asyncio.sleep(10.0)
+            assert num_waiting < pick.call_count < 4 * num_waiting
+            decode.restart()
+            cluster.relist()
+            assert all([(await asked).is_complete for asked in asking])
 
 
 @pytest.mark.parametrize("after", [0, 3])
