@@ -146,7 +146,7 @@ class RequestRunner:
                 number=len(tried),
                 request=request,
                 route=await self._find_route(request, record, began, deadline),
-                emitted=tuple(record.emitted) if tried else (),
+                emitted=_given_before(record),
                 accepted_s=record.accepted_s,
                 deadline=deadline,
                 has_given_way=_has_given_way(record),
@@ -332,6 +332,13 @@ class RequestRunner:
         wait_s = min(BACKOFF_S_MAX, BACKOFF_S * BACKOFF_GROWTH ** (len(record.attempts) - 1))
         wait_s *= 1 + BACKOFF_JITTER * self._rng.uniform(-1, 1)
         await asyncio.sleep(min(wait_s, deadline.remaining_s()))
+
+
+def _given_before(record: RequestRecord) -> tuple[int, ...]:
+    """The ids that the client has. Attempts that add none share them: who waits for room makes
+    hundreds of attempts, and an answer may be long."""
+    before = record.attempts[-1].emitted if record.attempts else ()
+    return before if len(before) == len(record.emitted) else tuple(record.emitted)
 
 
 def _has_given_way(record: RequestRecord) -> bool:

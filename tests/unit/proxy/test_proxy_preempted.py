@@ -82,4 +82,8 @@ async def test_one_that_finds_no_room_any_more_ends_at_its_deadline():
         asked = await cluster.ask()
         assert asked.error is not None
         assert len(asked.record.emitted) == 3
+        first, *others = asked.record.attempts
+        assert first.emitted == ()
+        assert len(others) > 10
+        assert len({id(each.emitted) for each in others}) == 1  # kept once
         assert now_s() == pytest.approx(40.0, abs=2.0)
