@@ -30,6 +30,7 @@ QUEUE_MIN = 64
 SLOTS_UNKNOWN = 64  # taken where workers do not say, or where there are none yet
 LOOK_INTERVAL_S = 0.25  # between two looks at the number of slots
 BODY_LATE_S = 1.0  # a body that takes longer keeps nobody out
+ACCOUNTS_KEPT = 4096  # accounts that are looked through for those at rest, when there are more
 
 # pushed out: refused after all, while it waited or its body was being read.
 TicketState = Literal["arrived", "waiting", "running", "pushed out", "closed"]
@@ -240,6 +241,9 @@ class Admission:
     def _account(self, tenant: Tenant) -> TenantAccount:
         account = self._accounts.get(tenant.name)
         if account is None:
+            if len(self._accounts) >= ACCOUNTS_KEPT:  # tenants come and go, as their keys do
+                kept = {name: each for name, each in self._accounts.items() if not each.is_at_rest}
+                self._accounts = kept
             account = self._accounts[tenant.name] = TenantAccount(tenant)
         elif account.tenant is not tenant:
             account.adopt(tenant)  # the keys were read again

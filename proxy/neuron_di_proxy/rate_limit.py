@@ -27,6 +27,12 @@ class RateLimit:
             self._left += per_minute - self._per_minute
             self._per_minute = float(per_minute)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is taken that was not made up for."""
+        self._fill()
+        return self._left >= self._per_minute
+
     def wait_s(self, amount: float) -> float:
         """Seconds until `amount` is there; 0: it is. `amount` is at most one minute's worth."""
         self._fill()

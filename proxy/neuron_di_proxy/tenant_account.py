@@ -50,6 +50,12 @@ class TenantAccount:
         if self._tokens is not None:
             self._tokens.take(num_tokens)
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it says no more than a new one would."""
+        rates = (self._requests, self._tokens)
+        return not self.num_open and all(each is None or each.is_full for each in rates)
+
     def crowding(self, further: int = 0) -> float:
         """How much of the queue it has for its weight, or would have with further requests."""
         return (len(self.pending) + further) / self.tenant.weight

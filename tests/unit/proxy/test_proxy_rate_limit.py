@@ -6,6 +6,7 @@ from hand_clock import HandClock
 from neuron_di.clock import use_clock
 from neuron_di.config import LimitOptions
 from neuron_di.errors import RateLimited
+from neuron_di_proxy import admission as admission_module
 from neuron_di_proxy.admission import Admission
 from neuron_di_proxy.rate_limit import RateLimit
 from neuron_di_proxy.retry_after import WAIT_S_MAX, WAIT_S_MIN, WAIT_S_UNKNOWN, DrainRate
@@ -153,3 +154,20 @@ def test_the_guess_is_right_from_the_first_end_on_and_after_a_rest(clock, num_en
         rate.rest()
         clock.now_s += 100
         assert rate.wait_s(4) == pytest.approx(6.0, rel=0.1)
+
+
+def test_of_tenants_that_come_and_go_only_what_counts_is_kept(clock, monkeypatch):
+    monkeypatch.setattr(admission_module, "ACCOUNTS_KEPT", 10)
+    admission = Admission(LimitOptions(), lambda: 1)
+    spent = Tenant(name="spent", requests_per_minute=1)
+    admission.arrive(spent).close()
+    running = Tenant(name="running", requests_max=1)
+    admission.arrive(running)
+    for number in range(1000):
+        admission.arrive(Tenant(name=f"t{number}", tokens_per_minute=9)).close()
+    assert len(admission._accounts) <= 10
+    for tenant in (spent, running):
+        with pytest.raises(RateLimited):
+            admission.arrive(tenant)
+    clock.now_s += 60
+    admission.arrive(spent)
