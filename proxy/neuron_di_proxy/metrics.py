@@ -120,9 +120,10 @@ class Metrics(Collector):
         """A request was refused before anything was tried."""
         self._requests["error", bounded_code(code)] += 1
 
-    def count_left(self, model: str, num_choices: int, waited_s: float) -> None:
+    def count_left(self, model: str, tenant: str, num_choices: int, waited_s: float) -> None:
         """A client left while its request waited for its turn."""
         self._requests["cancelled", ""] += num_choices
+        self.tenants.count_left(tenant, num_choices)
         self.of(model).count_left(num_choices, waited_s)
 
     def count_traces(self, outcome: TraceOutcome, num: int) -> None:

@@ -286,7 +286,9 @@ class Exchange:
             raise
         except asyncio.CancelledError:
             waited_s = now_s() - self._arrived_s
-            service.metrics.count_left(wanted.model, wanted.num_choices, waited_s)
+            service.metrics.count_left(
+                wanted.model, self._tenant.name, wanted.num_choices, waited_s
+            )
             raise
         finally:
             counts.num_waiting -= wanted.num_choices

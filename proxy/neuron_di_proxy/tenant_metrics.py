@@ -34,6 +34,11 @@ class TenantMetrics:
         self._tokens[name, "prompt"] += receipt.num_prompt
         self._tokens[name, "generated"] += receipt.num_generated
 
+    def count_left(self, tenant: str, num_choices: int) -> None:
+        """A client left while its choices waited for their turn."""
+        if tenant != EVERYBODY.name:
+            self._choices[self._bounded(tenant), "cancelled"] += num_choices
+
     def count_limited(self, tenant: str) -> None:
         """A request was refused because its tenant has its share already."""
         self._limited[(self._bounded(tenant),)] += 1

@@ -1,14 +1,18 @@
 """What each tenant took, and was refused, is counted by its name."""
 
+import asyncio
+
 import pytest
 from metric_samples import parse
 from running_proxy import AT_ONCE, ListDirectory
 from scripted_worker import finished
 
+from neuron_di.config import LimitOptions
 from neuron_di.errors import RateLimited
 from neuron_di.types import RequestId
 from neuron_di_proxy import tenant_metrics
 from neuron_di_proxy.config import ProxyConfig
+from neuron_di_proxy.quart_reply import QuartReply
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.service import Service
 from neuron_di_proxy.tenant import EVERYBODY, Tenant
@@ -51,6 +55,21 @@ def test_what_a_limit_refuses_is_counted(service, monkeypatch):
         with pytest.raises(RateLimited):
             service.open("chat", {})
     assert of_tenants(service) == {("neuron_di_tenant_limited_total", "a"): 3}
+
+
+async def test_who_leaves_before_its_turn_is_counted(monkeypatch):
+    limits = LimitOptions(requests_max=1)
+    service = Service(ProxyConfig(limits=limits), ListDirectory([]))
+    monkeypatch.setattr(service.keys, "tenant_of", lambda _: Tenant(name="b"))
+    runs = service.admission.arrive(A)
+    assert runs.starts_at_once()
+    waits = service.open("completions", {})
+    body = b'{"model":"tiny","prompt":"hi","n":2}'
+    waiting = asyncio.create_task(waits.answer(body, QuartReply(0)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+    assert of_tenants(service) == {("neuron_di_tenant_choices_total", "b", "cancelled"): 2}
 
 
 def test_tenants_beyond_the_bound_are_one(service, monkeypatch):
