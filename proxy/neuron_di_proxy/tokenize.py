@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from neuron_di.clock import Deadline
-from neuron_di.errors import BadRequest, PeerError, RemoteProtocolError
+from neuron_di.errors import BadRequest, CapacityError, PeerError, RemoteProtocolError
 from neuron_di.wire import (
     JSON_NULL,
     DetokenizeIds,
@@ -172,6 +172,8 @@ def _model_of(fields: _Fields, router: Router) -> str:
     models = router.models()
     if fields.model is None and len(models) == 1:
         return models[0]
+    if fields.model is None and not models:
+        raise CapacityError("no worker is known")
     if fields.model is None:
         raise BadRequest("`model` must be given", param="model")
     return fields.model

@@ -285,6 +285,8 @@ async def test_nobody_waits_for_a_worker_that_is_frozen(workers: Workers, folder
 
 
 async def test_with_nobody_to_ask_the_client_may_come_again(workers: Workers, folder: Path) -> None:
+    with pytest.raises(CapacityError):
+        await workers.ask("tokenize", prompt="x")
     await workers.add_dead("dead")
     with pytest.raises(CapacityError):
         await workers.ask("tokenize", model="m", prompt="x")
