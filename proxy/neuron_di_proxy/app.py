@@ -173,11 +173,11 @@ class Proxy(Quart):
         return await self._forward_tokenize("detokenize")
 
     async def models(self) -> Response:
-        data = [self._describe(model) for model in self.service.router.models()]
+        data = [self._describe(model) for model in self._models()]
         return _json_response({"object": "list", "data": data})
 
     async def model(self, model: str) -> Response:
-        if model not in self.service.router.models():
+        if model not in self._models():
             raise ModelNotFound(f"the model {model!r} does not exist", param="model")
         return _json_response(self._describe(model))
 
@@ -244,6 +244,9 @@ class Proxy(Quart):
             return HealthAnswer(status="unavailable", reason="the server is shutting down")
         return report_health(service.router, service.health, service.pairs)
 
+    def _models(self) -> list[str]:
+        return self.service.models.names(self.service.directory.workers())
+
     def _describe(self, model: str) -> dict[str, Any]:
         return {
             "id": model,
@@ -298,12 +301,11 @@ class Proxy(Quart):
         if not isinstance(error, HTTPException | NeuronDiError):
             _log.exception("internal_error", request=request.echoed_id)
         failed: Exception | Failed = error
-        front = self.service.config.front
         is_read = True  # to the request's end, so that another may follow
         if isinstance(error, RequestEntityTooLarge):
             failed, is_read = body_too_large(request.bytes_max), False
         elif isinstance(error, RequestTimeout):
-            failed, is_read = body_late(front.body_timeout_s), False
+            failed, is_read = body_late(self.service.config.front.body_timeout_s), False
         elif isinstance(error, HTTPException):
             failed = _failure(error)
         if request.exchange is not None and isinstance(error, HTTPException | NeuronDiError):

@@ -26,6 +26,13 @@ class KnownModels:
         self._present: set[str] = set()
         self._missed_s: dict[str, float] = {}  # since when nobody has it
 
+    def names(self, known: tuple[WorkerRecord, ...]) -> list[str]:
+        """All of them, in alphabetical order."""
+        self.look(known)
+        now = now_s()
+        lately = {model for model, s in self._missed_s.items() if now < s + MISSED_S}
+        return sorted(self._present | lately)
+
     def require(self, model: str, known: tuple[WorkerRecord, ...]) -> None:
         """Raises ModelNotFound where workers are known, but none that has, or had, this model."""
         self.look(known)

@@ -71,7 +71,7 @@ class Service:
         self.health = Health(self.client, directory, limits)
         self.pairs = PairBook()
         self.admin = Admin(directory, self.client, self.health, self.pairs, lease_s=config.lease_s)
-        models = KnownModels()
+        self.models = models = KnownModels()
         self.router = Router(
             directory,
             self.health,

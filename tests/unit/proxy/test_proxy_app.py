@@ -203,6 +203,17 @@ async def test_models(playing):
     assert [model.id for model in models.data] == ["large", "tiny"]
 
 
+async def test_models_whose_workers_only_start_again_are_still_there(playing):
+    directory = playing.proxy.directory
+    assert (await playing.proxy.get("/v1/models/tiny"))[0] == 200
+    for records in (directory.records[:1], []):
+        directory.records = records
+        models = await playing.proxy.openai.models.list()
+        assert [model.id for model in models.data] == ["tiny"]
+        assert (await playing.proxy.get("/v1/models/tiny"))[0] == 200
+        assert (await playing.proxy.get("/v1/models/other"))[0] == 404
+
+
 async def test_health_says_what_is_missing(playing):
     assert await playing.proxy.get("/health") == (200, {"status": "ok"})
     playing.proxy.directory.records.remove(playing.decode.record)
