@@ -173,11 +173,11 @@ class Proxy(Quart):
         return await self._forward_tokenize("detokenize")
 
     async def models(self) -> Response:
-        data = [self._describe(model) for model in self._models()]
+        data = [self._describe(model) for model in self.service.model_names()]
         return _json_response({"object": "list", "data": data})
 
     async def model(self, model: str) -> Response:
-        if model not in self._models():
+        if model not in self.service.model_names():
             raise ModelNotFound(f"the model {model!r} does not exist", param="model")
         return _json_response(self._describe(model))
 
@@ -244,9 +244,6 @@ class Proxy(Quart):
             return HealthAnswer(status="unavailable", reason="the server is shutting down")
         return report_health(service.router, service.health, service.pairs)
 
-    def _models(self) -> list[str]:
-        return self.service.models.names(self.service.directory.workers())
-
     def _describe(self, model: str) -> dict[str, Any]:
         return {
             "id": model,
@@ -254,7 +251,7 @@ class Proxy(Quart):
             "created": self._started_unix_s,
             "owned_by": "neuron-di",
             "root": model,  # load generators take the name of the tokenizer from it
-            "max_model_len": self.service.traits(model).context_tokens,
+            "max_model_len": self.service.traits.of(model).context_tokens,
         }
 
     async def generate(self, endpoint: Endpoint) -> Response:

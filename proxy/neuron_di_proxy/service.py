@@ -35,7 +35,7 @@ from neuron_di_proxy.health import Health, HealthReport
 from neuron_di_proxy.keys import Keys, Tenant
 from neuron_di_proxy.known_models import KnownModels
 from neuron_di_proxy.metrics import Metrics
-from neuron_di_proxy.model_traits import ModelTraits, TraitsBook
+from neuron_di_proxy.model_traits import TraitsBook
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.policy import POLICIES
 from neuron_di_proxy.receipts import Receipt, ReceiptStore, RequestRecord, durations_of, num_taken
@@ -71,7 +71,7 @@ class Service:
         self.health = Health(self.client, directory, limits)
         self.pairs = PairBook()
         self.admin = Admin(directory, self.client, self.health, self.pairs, lease_s=config.lease_s)
-        self.models = models = KnownModels()
+        self._models = models = KnownModels()
         self.router = Router(
             directory,
             self.health,
@@ -90,8 +90,8 @@ class Service:
         self.receipts = ReceiptStore()
         self.tracing = Tracing(config.front.otlp_endpoint, self.metrics.count_traces)
         self._self_test = SelfTest(self.client, directory, self.health, limits, self.pairs, rng)
-        self._traits = TraitsBook(directory, models)
-        self.reader = RequestReader(limits.choices_max, self.traits)
+        self.traits = TraitsBook(directory, models)
+        self.reader = RequestReader(limits.choices_max, self.traits.of)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -144,9 +144,8 @@ class Service:
         self.admission.abandon_waiting()
         self.runner.abandon()
 
-    def traits(self, model: str) -> ModelTraits:
-        """What a request for `model` may ask. Raises ModelNotFound."""
-        return self._traits.of(model)
+    def model_names(self) -> list[str]:
+        return self._models.names(self.directory.workers())
 
     def end_choice(
         self,
@@ -315,7 +314,7 @@ class Exchange:
             )
             for index in range(num_choices)
         ]
-        answer = answer_to(wanted, self.request_id, service.traits(wanted.model))
+        answer = answer_to(wanted, self.request_id, service.traits.of(wanted.model))
         kind = StreamedAnswer if wanted.stream else WholeAnswer
         content_type = "text/event-stream" if wanted.stream else "application/json"
         sink: ChoiceSink = kind(answer, records, reply, partial(self._headers, content_type))
@@ -346,7 +345,7 @@ class Exchange:
             _log.exception("internal_error", request=self.request_id)
         elif failed.fault != "client" and self._records:
             reason, model = failed.message, self._records[0].model
-            if model not in self._service.router.models():  # then it is the client's own word
+            if model not in self._service.model_names():  # then it is the client's own word
                 reason = reason.replace(repr(model), "(hidden)")
             _log.warning("request_failed", request=self.request_id, code=failed.code, reason=reason)
 

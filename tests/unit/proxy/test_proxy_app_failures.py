@@ -355,6 +355,14 @@ async def test_what_is_the_clients_fault_is_not_logged_as_a_failure(playing, cap
     assert logged(caplog, "request_failed") == []
 
 
+async def test_a_model_whose_workers_are_gone_is_named_in_the_log(playing, caplog):
+    await playing.proxy.get("/v1/models")
+    playing.proxy.directory.records.clear()
+    assert (await playing.proxy.post("/v1/completions", model="tiny", prompt="hi"))[0] == 503
+    [fields] = logged(caplog, "request_failed")
+    assert "'tiny'" in fields["reason"]
+
+
 async def test_a_name_that_only_the_client_knows_is_not_logged(stack, caplog):
     proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=AT_ONCE), []))
     status, _ = await proxy.post("/v1/completions", model="secret 'name'", prompt="hi")
