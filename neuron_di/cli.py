@@ -218,7 +218,9 @@ def _serve(options: ServeOptions) -> int:
 def _proxy(options: ProxyOptions) -> int:
     from neuron_di_proxy.process import run_proxy
 
-    return _child(options, "proxy", lambda: run_proxy(options))
+    # Of several, each by the name that the first one has for it.
+    name = f"proxy-{options.sibling_index}" if options.sibling_index else "proxy"
+    return _child(options, name, lambda: run_proxy(options))
 
 
 def _worker(options: WorkerOptions) -> int:

@@ -53,6 +53,7 @@ async def test_two_processes_share_the_port_the_workers_and_the_answers(llama):
             return all(each["workers"] for each in reports) or None
 
         await eventually(both_know_the_worker)
+        await said(proxy.process, r"process=proxy-1 .*event=worker_up")
         reports = await statuses_by_pid(proxy.url)
         assert set(reports) == {proxy.process.pid, child.pid}
         for pid, report in reports.items():
