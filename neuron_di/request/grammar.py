@@ -234,11 +234,9 @@ class GrammarCompiler:
         return CallsInText(compiled, places, param=calls.param, is_parallel=calls.is_parallel)
 
     def _compiled_of(self, part: Grammar | CallGrammar) -> Compiled:
-        key = _key_of(part)
-        known = self._compiled.get(key)
-        if known is not None and known.is_spent:
-            del self._compiled[key]
-        return _kept(self._compiled, key, lambda: Compiled(self._compile(part)))
+        for key in [key for key, known in self._compiled.items() if known.is_spent]:
+            del self._compiled[key]  # also of others: each holds a whole lexer's states
+        return _kept(self._compiled, _key_of(part), lambda: Compiled(self._compile(part)))
 
     def _free_text(self, start: str, end: str, *, may_trail: bool) -> _FreeText:
         words = self._vocabulary

@@ -53,6 +53,14 @@ def test_a_grammar_that_came_to_a_limit_is_compiled_anew():
     kit.write(state, '"bca')
 
 
+def test_no_grammar_that_came_to_a_limit_is_kept_beside_another():
+    kit = Kit()
+    assert any(exhaust(kit, kit.schema(EXPLODING), seed) for seed in range(60))
+    assert [each.is_spent for each in kit.compiler._compiled.values()] == [True]
+    kit.schema({"type": "null"})
+    assert [each.is_spent for each in kit.compiler._compiled.values()] == [False]
+
+
 @pytest.mark.parametrize(
     ("pattern", "product"),
     [
