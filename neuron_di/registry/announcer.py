@@ -106,9 +106,9 @@ class Announcer:
 
     async def _announce(self, record: WorkerRecord, lease: LeaseId) -> None:
         await self._registry.put(record.key(), encode_json(record), lease)
-        if record != self._announced:
-            _log.info("announced", key=record.key(), state=record.state)
+        # Its load is another at each beat: that is no news.
         if self._announced is None or record.state != self._announced.state:
+            _log.info("announced", key=record.key(), state=record.state)
             self._announced_s = now_s()
         self._announced = record
 

@@ -36,8 +36,9 @@ async def test_announced_is_seen_and_withdrawn_is_gone(
 
 
 async def test_a_change_is_announced_without_waiting_for_a_beat(
-    server, directory, make_record, wait_workers
+    server, directory, make_record, wait_workers, caplog
 ):
+    caplog.set_level("INFO", "neuron_di.registry.announcer")
     records = [make_record(state="starting")]
     async with (
         RegistryClient(server.address) as client,
@@ -50,6 +51,8 @@ async def test_a_change_is_announced_without_waiting_for_a_beat(
         assert await wait_workers(directory, lambda workers: records[-1] in workers) == (
             records[-1],
         )
+    lines = [line.event_fields["state"] for line in caplog.records if line.msg == "announced"]
+    assert lines == ["starting", "ready", "draining"], "what else changed does so at each beat"
 
 
 async def test_a_worker_that_dies_is_gone_when_its_lease_ends(
