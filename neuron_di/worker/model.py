@@ -173,12 +173,19 @@ def load_model(
         digest=checkpoint_digest(folder),
         incarnation=incarnation,
         context_tokens=pool_plan.context_tokens(num_blocks),
-        eos_token_ids=spec.eos_token_ids,
+        eos_token_ids=_eos_token_ids(spec, tokenizer),
         tokenizer=tokenizer,
         backend=backend,
         pool_plan=pool_plan,
         sampling_defaults=sampling_defaults,
     )
+
+
+def _eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What ends an answer. Many a model was tuned to end with another token than the one that its
+    configuration has from the model it was made of: only its tokenizer names that one."""
+    own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return tuple(dict.fromkeys(spec.eos_token_ids + own))
 
 
 def _sampling_defaults(folder: Path, options: EngineOptions) -> SamplingDefaults:

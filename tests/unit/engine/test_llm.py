@@ -1,6 +1,8 @@
 """The offline API: who may call it, and when."""
 
+import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -44,6 +46,23 @@ def test_ids_may_be_another_librarys(llama_folder: Path) -> None:
             (answer,) = llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
             assert (answer.prompt_ids, answer.token_ids) == ([1, 2, 3], expected.token_ids)
             assert {type(token_id) for token_id in answer.prompt_ids} == {int}
+
+
+@pytest.mark.parametrize("of_config", [None, 7, 2])
+def test_what_the_tokenizer_names_as_the_end_ends_an_answer_too(
+    llama_folder: Path, tmp_path: Path, of_config: int | None
+) -> None:
+    """As a model's that was tuned, and whose configuration is that of the one it was made of."""
+    folder = tmp_path / "tuned"
+    shutil.copytree(llama_folder, folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": of_config}))
+    with LLM(str(folder), threads=1, num_blocks=64) as llm:
+        for eos_id in {of_config, 2} - {None}:
+            bias = ((eos_id, 100.0),)
+            (answer,) = llm.generate([1, 5], SamplingParams(max_tokens=9, logit_bias=bias))
+            assert (answer.token_ids, answer.finish_reason) == ([eos_id], "stop")
 
 
 @pytest.mark.parametrize("prompts", [[[1.5]], [["a"]], [None], [5, "a"]])
