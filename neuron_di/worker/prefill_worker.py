@@ -5,6 +5,7 @@ Next: neuron_di/core/prefill_scheduler.py
 
 import asyncio
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 
@@ -19,6 +20,8 @@ from neuron_di.wire import Done, LegEvent, Parked, PrefillLeg, Ready
 from neuron_di.worker.leg_report import LegReport
 from neuron_di.worker.live_legs import HandedOver, LegQueue, LiveLegs
 from neuron_di.worker.prompts import PromptReader
+
+DIGESTED_MAX = 2  # requests at once: a short one need not wait for a long one
 
 
 class PrefillWorker:
@@ -40,6 +43,8 @@ class PrefillWorker:
         self._prompts = prompts
         self._legs = legs
         self._report = report
+        # In the loop's executor they would wait behind prompts of others that are tokenised there.
+        self._digesting = ThreadPoolExecutor(DIGESTED_MAX, thread_name_prefix="digests")
         self._send_buffer = connector.open_send_buffer(self.on_hand_over)
         self.signal_port = self._send_buffer.port
         engine.watch_layers = partial(self._send_buffer.layers.watch, pool)
@@ -135,7 +140,7 @@ class PrefillWorker:
             digests = self._digests(*digested)
         else:
             loop = asyncio.get_running_loop()
-            digests = await loop.run_in_executor(None, self._digests, *digested)
+            digests = await loop.run_in_executor(self._digesting, self._digests, *digested)
         return Ready(
             request_id=request.request_id,
             attempt=request.attempt,

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from worker_kit import PROMPT, collect, decode_leg, prefill_leg, token_ids
@@ -47,6 +48,24 @@ async def test_token_0_and_that_it_is_parked_are_said_together(prefill, decode, 
     parked = await anext(first)
     assert (token.index, parked.num_prompt) == (0, len(PROMPT))
     assert slept == []
+    rest = asyncio.create_task(collect(decode.decode.run(decode_leg("r", prefill))))
+    await collect(first)
+    await rest
+
+
+async def test_what_is_computed_does_not_wait_for_prompts_that_are_tokenised(
+    prefill, decode, monkeypatch
+):
+    monkeypatch.setattr(KvPool, "digested_at_once_bytes", 0)
+    loop, are_read = asyncio.get_running_loop(), threading.Event()
+    first = prefill.prefill.run(prefill_leg("r"))
+    await anext(first)
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    reading = loop.run_in_executor(None, are_read.wait, 20)
+    await anext(first)
+    assert not reading.done()
+    are_read.set()
+    assert await reading
     rest = asyncio.create_task(collect(decode.decode.run(decode_leg("r", prefill))))
     await collect(first)
     await rest
