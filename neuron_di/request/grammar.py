@@ -199,7 +199,7 @@ class GrammarCompiler:
     """Makes states for one model, for one engine. Used by one thread at a time.
 
     Nothing can stop the library once it compiles. Its own limits and `check_schema` bound that: to
-    about half a second for the worst schema that a request may bring. What was compiled is kept.
+    a second or two for the worst schema that a request may bring. What was compiled is kept.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -5,8 +5,10 @@ Schema itself are taken from them.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 from typing import Any, NoReturn
 
 from neuron_di.errors import BadRequest
@@ -49,6 +51,8 @@ INTERSECTED_MAX = 8  # where some of them may have to hold together
 EXPRESSION_CHARS_MAX = 4096  # the library takes seconds for some that are ten times as long
 REPEATS_MAX = 20_000  # of one expression: the product of counts that stand in each other
 PROPERTIES_MAX = 2000  # in all: the work grows with their square
+# The library tries all remainders of a `multipleOf`, each of which takes some 15 us.
+REMAINDERS_MAX = 100_000
 
 # What matters for repetition: escapes and classes as one, counts, and any other character.
 _PIECE = re.compile(
@@ -110,6 +114,7 @@ def check_schema(schema: dict[str, Any], *, param: str) -> None:
     """
     left: list[Any] = [schema]
     num_expressions = num_properties = 0
+    multiples: list[int] = []
     intersects = False
     while left:
         part = left.pop()
@@ -122,6 +127,7 @@ def check_schema(schema: dict[str, Any], *, param: str) -> None:
                 _refuse("`minProperties` is more than the number of its `required`", param)
             _check_texts(part, param)
             _check_numbers(part, param)
+            multiples += _multiple_of(part)
             num_expressions += sum(keyword in part for keyword in _EXPRESSIONS)
             by_pattern = part.get("patternProperties")
             if isinstance(by_pattern, dict):
@@ -134,6 +140,9 @@ def check_schema(schema: dict[str, Any], *, param: str) -> None:
             left += [value for key, value in part.items() if key not in _PLAIN_VALUES]
     if num_properties > PROPERTIES_MAX:
         _refuse(f"it has more than {PROPERTIES_MAX} `properties`", param)
+    # Several may hold together, or one of them: then it tries what is left over by each.
+    if not all(map(_is_power_of_ten, multiples)) and math.lcm(*multiples) > REMAINDERS_MAX:
+        _refuse("its `multipleOf` is too large, or the common multiple of all of them", param)
     expressions_max = INTERSECTED_MAX if intersects else EXPRESSIONS_MAX
     if num_expressions > expressions_max:
         joint = ", joined by `allOf` or beside `$ref` or `anyOf`" if intersects else ""
@@ -167,6 +176,23 @@ def _check_numbers(part: dict[str, Any], param: str) -> None:
             continue
         if abs(limit) > max(_RANGES) or int(float(limit)) != limit:
             _refuse(f"its `{keyword}` is beyond 2**53 and would be rounded", param)
+
+
+def _multiple_of(part: dict[str, Any]) -> list[int]:
+    """A part's `multipleOf`, if it has one, without its decimal point: 25 for 0.25."""
+    multiple = part.get("multipleOf")
+    if type(multiple) is int and multiple:
+        return [min(abs(multiple), _EXACT_MAX + 1)]
+    if not isinstance(multiple, float) or not multiple:
+        return []
+    _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
+    assert isinstance(exponent, int), "JSON has no infinity"
+    return [int("".join(map(str, digits))) * 10 ** max(exponent, 0)]
+
+
+def _is_power_of_ten(number: int) -> bool:
+    """Whose multiples are known by their last digits: there are no remainders to be tried."""
+    return str(number).strip("0") == "1"
 
 
 def _check_expressions(expressions: Iterable[Any], param: str) -> None:

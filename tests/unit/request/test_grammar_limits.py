@@ -98,6 +98,33 @@ def test_grammar_bombs_are_refused_before_they_are_compiled(kit):
         kit.schema(nested)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"multipleOf": 9967}, {"multipleOf": 9949}]},
+        {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+        {"properties": {"p": {"multipleOf": 997}}, "patternProperties": {"p": {"multipleOf": 991}}},
+        {"type": "integer", "allOf": [{"multipleOf": 7}, {"multipleOf": 10**6}]},
+        {"type": "integer", "multipleOf": 999_983},
+        {"items": {"multipleOf": 9999.91}},
+        {"multipleOf": 3e300},
+        {"multipleOf": int("9" * 400)},
+    ],
+)
+def test_a_multiple_that_keeps_the_library_at_work_is_refused(kit, schema):
+    """Minutes for seven digits, in which no other grammar is compiled."""
+    with pytest.raises(BadRequest, match="`multipleOf` is too large"):
+        kit.schema(schema)
+
+
+@pytest.mark.parametrize("multiple", [5, 2.5, 60, 3600, 86_400, 0.01])
+def test_multiples_that_people_ask_for_are_fine(kit, multiple):
+    kit.write(kit.schema({"type": "number", "multipleOf": multiple}), "0")
+    many = [{"type": "number", "multipleOf": each} for each in (multiple, 0.1, 10, 900, 4.5)]
+    kit.schema({"properties": {f"p{n}": schema for n, schema in enumerate(many)}})
+    kit.schema({"type": "integer", "multipleOf": 10**9})
+
+
 def test_many_choices_and_many_properties_are_fine(kit):
     choices = [f"{n:x}!" for n in range(8000)]
     state = kit.choice(*choices)
