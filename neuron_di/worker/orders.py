@@ -162,8 +162,7 @@ class Orders:
         """Whether the role could be taken now. Raises StaleIncarnation or OrderRefused."""
         before = self._check_meant(order.incarnation)
         self._refuse_while_changing()
-        if self.drain is not None:
-            raise OrderInProgress("this worker is draining: it will end")
+        self._refuse_while_draining()
         self._refuse_while_prepared()
         if order.role == before:
             raise SameRole(f"this worker's role is {before} already")
@@ -173,8 +172,12 @@ class Orders:
         return RoleTicket(ticket=ticket, before=before, role=order.role, expires_s=TICKET_S)
 
     def commit(self, ticket: str, timeout_s: float | None) -> Drain:
-        """Change the role: the worker drains, and another takes its place. Raises TicketExpired."""
+        """Change the role: the worker drains, and another takes its place.
+
+        Raises TicketExpired, or OrderInProgress where the process was told to end meanwhile.
+        """
         change = self._take(ticket).change
+        self._refuse_while_draining()
         if change is None:
             raise TicketExpired("this ticket is one for a drain")
         self._prepared, self.change = None, change
@@ -243,6 +246,10 @@ class Orders:
                 f"{what} is prepared already; its ticket expires in "
                 f"{prepared.expires.remaining_s():.0f} s"
             )
+
+    def _refuse_while_draining(self) -> None:
+        if self.drain is not None:
+            raise OrderInProgress("this worker is draining: it will end")
 
     def _refuse_while_changing(self) -> None:
         if self.change is not None:

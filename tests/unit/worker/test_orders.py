@@ -352,6 +352,16 @@ def test_a_worker_that_was_idle_says_too_that_it_drains() -> None:
     simulate_from_outside(scenario)
 
 
+def test_a_process_that_is_told_to_end_between_ticket_and_order_changes_no_role() -> None:
+    async def scenario(_: Cluster, place: SimWorker) -> None:
+        orders, ticket = orders_of(place), prepare(place, "prefill")
+        orders.start_drain()
+        refused(OrderInProgress, "it will end", lambda: orders.commit(ticket.ticket, None))
+        assert (orders.change, orders.outcome) == (None, None)
+
+    simulate(scenario)
+
+
 def test_a_draining_worker_takes_nothing_new() -> None:
     async def scenario(cluster: Cluster, place: SimWorker) -> None:
         server = cluster.world.servers[place.address]
