@@ -51,7 +51,7 @@ class _Connection(asyncio.Protocol):
         self._heard = Heard()
         self._over: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
-        self._is_whole = self._is_kept = False
+        self._is_whole = self._is_kept = self._says_its_end = False
         self.has_answered = False
 
     @property
@@ -67,7 +67,7 @@ class _Connection(asyncio.Protocol):
             return
         self._heard = heard
         self._parser = httptools.HttpResponseParser(self)
-        self._is_whole = self._is_kept = self.has_answered = False
+        self._is_whole = self._is_kept = self._says_its_end = self.has_answered = False
         self._over = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
@@ -108,6 +108,9 @@ class _Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
 
+    def on_header(self, name: bytes, _value: bytes) -> None:
+        self._says_its_end |= name.lower() in (b"content-length", b"transfer-encoding")
+
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         self._heard.status = self._parser.get_status_code()
@@ -121,6 +124,9 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._client.forget(self)
         if self._over is not None and not self._over.done():
+            if self._heard.status and not (error or self._heard.why or self._says_its_end):
+                self._end("whole", now_s())  # as of HTTP/1.0: the connection's end is its end
+                return
             self._heard.why = self._heard.why or (
                 str(error) if error else "it closed the connection"
             )

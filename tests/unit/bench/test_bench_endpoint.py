@@ -149,6 +149,8 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
         (HEAD + b"content-length: 2\r\n\r\nok", "whole", 200),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD + b"content-length: 2\r\n\r\nok", "whole", 200),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n", "whole", 200),
+        (HEAD + b"\r\nok", "whole", 200),  # neither: it ends where the connection does
+        (b"HTTP/1.0 200 OK\r\nserver: x\r\n\r\nok", "whole", 200),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n", "cut", 200),
         (HEAD + b"content-length: 9\r\n\r\nok", "cut", 200),
         (b"", "connection", 0),
