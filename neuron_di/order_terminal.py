@@ -5,7 +5,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from neuron_di.status import printable
+from neuron_di.terminal_text import printable
 from neuron_di.wire.admin import DrainProgress
 from neuron_di_proxy.admin_order import AdminLine
 

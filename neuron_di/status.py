@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from neuron_di.proxy_answers import ask_status
+from neuron_di.terminal_text import print_table, printable
 from neuron_di.types import Role
 from neuron_di.wire import WorkerStatus
 from neuron_di_proxy.partners import shown_digest
@@ -47,7 +48,7 @@ def _print_table(url: str, report: StatusReport) -> None:
     for sibling in report.siblings:
         console.print(f"  and {_proxy_words(sibling)}")
     if report.workers:
-        console.print(_table(report.workers, is_wide=console.width >= WIDE_CHARS))
+        print_table(console, _table(report.workers, is_wide=console.width >= WIDE_CHARS))
     else:
         console.print("no worker is known")
     for words in lanes(report):
@@ -113,11 +114,6 @@ def notes(report: StatusReport) -> Iterator[str]:
 def notes_of_workers(report: StatusReport) -> Iterator[str]:
     """Of that, what is about one worker, one pair, or one key of the registry."""
     yield from map(printable, _notes(report))
-
-
-def printable(text: str) -> str:
-    """Without what would command a terminal: a worker may say anything."""
-    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _notes(report: StatusReport) -> Iterator[str]:

@@ -29,10 +29,10 @@ from neuron_di.status import (
     MODEL_CHARS_MAX,
     notes_of_workers,
     place_in_table,
-    printable,
     shown_duration,
 )
 from neuron_di.stop_signals import raising_on
+from neuron_di.terminal_text import printable
 from neuron_di.top_figures import Buckets, Look, quantile, rate, read_look
 from neuron_di_proxy.partners import shown_digest
 from neuron_di_proxy.status import WorkerReport

@@ -13,6 +13,7 @@ from rich.text import Text
 from neuron_di.bench.document import ClassReport, Document, EndpointReport, Ratio
 from neuron_di.bench.measured import WORDS_OF_ENDING
 from neuron_di.bench.statistics import Summary
+from neuron_di.terminal_text import print_table, printable
 
 _LABEL_CHARS = 17
 
@@ -20,7 +21,10 @@ _LABEL_CHARS = 17
 def print_report(document: Document, console: Console) -> None:
     """Print it. Lines of words are left to the terminal to wrap."""
     for part in report(document):
-        console.print(part, soft_wrap=isinstance(part, Text))
+        if isinstance(part, Table):
+            print_table(console, part)
+        else:
+            console.print(part, soft_wrap=True)
 
 
 def report(document: Document) -> Iterator[RenderableType]:
@@ -45,7 +49,7 @@ def report(document: Document) -> Iterator[RenderableType]:
 
 def _endpoint(document: Document, report: EndpointReport) -> Iterator[RenderableType]:
     figures = report.figures
-    yield Text.assemble((f"{report.name}  ", "bold"), _printable(f"{report.url}  {report.model}"))
+    yield Text.assemble((f"{report.name}  ", "bold"), printable(f"{report.url}  {report.model}"))
     parts = [f"{figures.num_ok:,} ok", f"{figures.num_failed:,} failed"]
     if report.num_interrupted:
         parts.append(f"{report.num_interrupted:,} interrupted")
@@ -73,7 +77,7 @@ def _endpoint(document: Document, report: EndpointReport) -> Iterator[Renderable
         yield Text()
         yield _failures(report)
     for note in report.notes:
-        yield Text(_printable(f"note: {note}"), style="dim")
+        yield Text(printable(f"note: {note}"), style="dim")
     if report.num_reconnects:
         words = f"note: {report.num_reconnects:,} requests were sent again on a new connection"
         yield Text(words, style="dim")
@@ -141,13 +145,13 @@ def _failures(report: EndpointReport) -> Table:
     table = Table(box=None, header_style="bold red", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("failed", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
-    table.add_column("what it is, and the first one's words")
+    table.add_column("what it is, and the first one's words", min_width=24)
     meanings = {str(ending): words for ending, words in WORDS_OF_ENDING.items()}
     for name, failures in report.failures.items():
         words = meanings.get(name, "")
         if failures.example:
             words += f" ({failures.example})"
-        table.add_row(Text(name), f"{failures.num:,}", Text(_printable(words)))
+        table.add_row(Text(name), f"{failures.num:,}", Text(printable(words)))
     return table
 
 
@@ -197,7 +201,3 @@ def _ms(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)

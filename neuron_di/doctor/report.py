@@ -16,7 +16,7 @@ from rich.text import Text
 
 from neuron_di.doctor.amounts import counted
 from neuron_di.doctor.finding import Finding, Grade
-from neuron_di.status import printable
+from neuron_di.terminal_text import printable
 from neuron_di.version import __version__
 
 FORMAT = 1

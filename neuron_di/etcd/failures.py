@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from neuron_di.errors import PeerError, PeerGone, PeerRefused, PeerTimeout, RemoteProtocolError
 from neuron_di.etcd.packages import grpc
+from neuron_di.terminal_text import printable
 
 WORDS_MAX = 200
 
@@ -126,7 +127,7 @@ def _refusal(code: grpc.StatusCode, words: str, endpoint: str) -> PeerError:
 def one_line(details: str | None, chars_max: int = WORDS_MAX) -> str:
     """Someone else's words, fit for a log."""
     line = (details or "no reason given").partition("\n")[0].removeprefix("etcdserver: ")
-    return "".join(each if each.isprintable() else "?" for each in line[:chars_max])
+    return printable(line[:chars_max])
 
 
 def _hint(lower: str) -> str:

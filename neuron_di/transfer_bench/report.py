@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from neuron_di.errors import NeuronDiError
+from neuron_di.terminal_text import print_table
 from neuron_di.transfer_bench.measuring_end import Moved
 
 FORMAT = 1
@@ -141,7 +142,7 @@ def words_of(failures: Sequence[Failure]) -> list[str]:
 
 def print_report(report: TransferReport, console: Console) -> None:
     """The figures. Of what failed it says no more than that."""
-    console.print(table_of(report))
+    print_table(console, table_of(report))
     for each in report.figures:
         if each.reason:
             console.print(f"{each.shape}: {each.reason}", soft_wrap=True)

@@ -99,6 +99,14 @@ def test_a_closed_loop_knows_only_one_kind_of_time():
     assert found.ttft_from_sent_ms is None
 
 
+def test_no_figure_is_cut_where_a_terminal_is_narrow():
+    document = summarize(run_of(MIXED, MIXED, slo=Slo(ttft_ms=500), slices=1))
+    wide = [line.split() for line in text_of(document, 200).splitlines()]
+    narrow = [line.split() for line in text_of(document, 20).splitlines()]
+    for words in wide:
+        assert words in narrow or words[0] in ("failed", "refused_429", "cut")
+
+
 def test_an_empty_run():
     document = summarize(run_of([]))
     assert document.endpoints[0].figures.ttft_ms is None

@@ -183,6 +183,17 @@ def test_what_keeps_workers_from_being_used_is_said_by_name(answer, capsys, monk
         assert max(map(len, lines[2:6])) <= int(columns)
 
 
+@pytest.mark.parametrize("columns", [10, 40, 60])
+def test_a_narrow_terminal_wraps_the_lines_and_no_cell_is_cut(answer, capsys, monkeypatch, columns):
+    answer[0] = msgspec.json.encode(REPORT)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert show_status(answer[1].decode(), as_json=False) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert show_status(answer[1].decode(), as_json=False) == 0
+    assert capsys.readouterr().out == wide
+
+
 @pytest.mark.parametrize("columns", [80, 100, 140])
 def test_long_names_leave_the_other_columns_whole(answer, capsys, monkeypatch, columns):
     name = "decode-with-a-rather-long-name-in-rack-17-of-hall-3-slot-3"

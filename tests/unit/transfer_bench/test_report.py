@@ -83,6 +83,8 @@ def test_the_report_is_json_that_can_be_read_back_and_a_table_of_80_columns():
     assert again == report
     text = printed(*report.figures)
     assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert printed(*report.figures, width=30) == text  # a terminal wraps the lines
     assert "1GiB" in text
     assert "the first transfer of each row was verified" in text
 
@@ -104,8 +106,8 @@ def test_what_failed_alike_is_a_line_and_every_failure_has_its_row():
     assert "verified" not in text
 
 
-def printed(*figures, failures=()):
+def printed(*figures, failures=(), width=80):
     file = io.StringIO()
     report = TransferReport(peer="here", repeats=1, figures=list(figures), failures=list(failures))
-    print_report(report, Console(file=file, width=80))
+    print_report(report, Console(file=file, width=width))
     return file.getvalue()
