@@ -36,6 +36,7 @@ from neuron_di.order_commands import (
     run_role_command,
 )
 from neuron_di.stop_signals import end_by_sigterm_while_starting
+from neuron_di.terminal_text import printable
 from neuron_di.transfer_bench import add_bench_transfer_flags, run_bench_transfer
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"neuron-di: cannot write: {error.strerror}", file=sys.stderr)
         return 1
     except NeuronDiError as error:
-        print(f"neuron-di: {error.message}", file=sys.stderr)
+        print(f"neuron-di: {printable(error.message)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130

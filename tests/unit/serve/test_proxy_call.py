@@ -10,6 +10,7 @@ import pytest
 from neuron_di import proxy_answers
 from neuron_di.admin_orders import give_order
 from neuron_di.bench.client import HttpClient
+from neuron_di.cli import main
 from neuron_di.errors import ConfigError, PeerGone
 from neuron_di.proxy_answers import ask
 from neuron_di.proxy_call import check_key
@@ -53,6 +54,16 @@ def address() -> Iterator[tuple[str, list[bytes]]]:
 
 def order(url: str, key: str | None = None) -> None:
     list(give_order(url, "/admin/drain", {}, key))
+
+
+def test_what_a_proxy_says_commands_no_terminal(
+    address: tuple[str, list[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, says = address
+    body = b'{"error": {"message": "no \\u001b[2J"}}'
+    says.append(b"HTTP/1.1 409 Conflict\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    assert main(["drain", "decode-0", "--url", url]) == 1
+    assert capsys.readouterr().err == "neuron-di: no ?[2J\n"
 
 
 def status(url: str, key: str | None = None) -> None:
