@@ -86,7 +86,8 @@ def make_settings(given: Mapping[str, Any], preset: str | None = None) -> Settin
         values["concurrency"] = 4
     if not ("requests" in values or "duration_s" in values or "trace" in values):
         values["requests"] = 100
-    values.setdefault("slices", 1 if len(values["urls"]) == 1 else 4)
+    slices = 1 if len(values["urls"]) == 1 else min(4, values.get("requests", 4))
+    values.setdefault("slices", slices)
     settings = Settings(**{each.name: values[each.name] for each in fields(Settings)
                            if each.name in values})  # fmt: skip
     _check_together(settings, values)

@@ -70,6 +70,12 @@ def test_several_endpoints():
     assert (found.urls, found.names, found.slices) == (("http://a", "http://b"), ("one", "two"), 4)
 
 
+@pytest.mark.parametrize(("num_requests", "num_slices"), [(1, 1), (3, 3), (4, 4), (50, 4)])
+def test_few_requests_to_several_endpoints_are_few_slices(num_requests, num_slices):
+    found = settings("--url", "http://b", "--requests", str(num_requests))
+    assert found.slices == num_slices
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
