@@ -28,7 +28,7 @@ def run_bench_command(flags: argparse.Namespace) -> int:
     """Run what the flags say. Returns the exit code. Raises ConfigError."""
     from rich.console import Console
 
-    from neuron_di.bench.plot import require_matplotlib
+    from neuron_di.bench.plot import require_plot
     from neuron_di.bench.report import print_report
     from neuron_di.bench.summary import summarize
 
@@ -41,7 +41,7 @@ def run_bench_command(flags: argparse.Namespace) -> int:
     for path in (flags.json, flags.plot):
         _require_writable(path)
     if flags.plot:
-        require_matplotlib()
+        require_plot(Path(flags.plot))
     run, signal_number = _run(settings, trace, os.environ.get(KEY_VARIABLE))
     if run is None:
         return 128 + signal_number

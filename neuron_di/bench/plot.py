@@ -20,7 +20,7 @@ _WIDE = 6  # ratios so far apart need no ticks between powers of 2
 _DPI = 130
 
 
-def require_matplotlib() -> None:
+def require_plot(path: Path) -> None:
     """ConfigError when --plot cannot work: before the run, not after it."""
     try:
         import matplotlib  # noqa: F401
@@ -28,11 +28,16 @@ def require_matplotlib() -> None:
         raise ConfigError(
             "--plot needs matplotlib: pip install '.[plot]' in neuron-di's folder"
         ) from None
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kind = path.suffix[1:].lower()
+    if kind and kind not in FigureCanvasBase.get_supported_filetypes():
+        raise ConfigError(f"--plot {path}: a picture is a .png, .svg or .pdf")
 
 
 def plot(document: Document, path: Path) -> None:
     """Write the picture; the file's ending says of which kind. ConfigError when it cannot be."""
-    require_matplotlib()
+    require_plot(path)
     from matplotlib.figure import Figure
 
     rows = 3 if document.ratios else 2

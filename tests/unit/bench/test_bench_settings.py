@@ -121,6 +121,14 @@ def test_help_lists_the_presets():
     assert "llmperf: 1,024 tokens in, 100 ± 10 out" in " ".join(parser.format_help().split())
 
 
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_measured(tmp_path):
+    parser = FlagParser(prog="bench")
+    add_bench_flags(parser)
+    flags = parser.parse_args(["--url", "http://127.0.0.1:1", "--plot", str(tmp_path / "a.xyz")])
+    with pytest.raises(ConfigError, match=r"\.png, \.svg or \.pdf"):
+        run_bench_command(flags)
+
+
 @pytest.mark.parametrize("flag", ["--json", "--plot"])
 def test_what_cannot_be_written_is_said_before_anything_is_measured(flag, tmp_path):
     parser = FlagParser(prog="bench")
