@@ -132,7 +132,7 @@ def _run(settings: "Settings", trace: "Trace | None", key: str | None) -> "tuple
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
-        async with RunProgress(Console(stderr=True, highlight=False), view):
+        async with RunProgress(Console(stderr=True, highlight=False, markup=False), view):
             try:
                 await bench(settings, trace, key, view, begun.append)
             except asyncio.CancelledError:

@@ -27,12 +27,12 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
     monkeypatch.setattr("neuron_di.bench.progress.DRAW_INTERVAL_S", 0.01)
 
     def shown(is_terminal):
-        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100, markup=False)
         view = View()
 
         async def main():
             settings = make_settings({"urls": (url,), "requests": 30, "input_tokens": "16",
-                                      "output_tokens": "10"})  # fmt: skip
+                                      "output_tokens": "10", "names": ("[/x]",)})  # fmt: skip
             async with RunProgress(console, view):
                 await bench(settings, None, None, view)
 
@@ -45,3 +45,4 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
     assert "/30 over" in plain
     assert "\x1b" in drawn
     assert "/30 over" in drawn
+    assert "[/x]" in drawn  # a name is no markup
