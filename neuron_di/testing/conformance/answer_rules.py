@@ -1,5 +1,6 @@
 """What must hold for every whole answer, and for every refusal, whoever wrote it."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -173,5 +174,6 @@ def check_refusal(heard: Heard, statuses: tuple[int, ...], param: str | None) ->
 
 
 def names(error: Json, param: str) -> bool:
-    """Whether an error says which field it is about."""
-    return param in f"{error.get('param')} {error.get('message')}"
+    """Whether an error says which field it is about: the whole word, as `n` is in most others."""
+    words = f"{error.get('param')} {error.get('message')}"
+    return re.search(rf"(?<!\w){re.escape(param)}(?!\w)", words) is not None

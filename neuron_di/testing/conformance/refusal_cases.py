@@ -71,7 +71,7 @@ REFUSAL_CASES: tuple[Case, ...] = (
     _wrong_completion("prompt-logprobs-sse", "prompt_logprobs", prompt_logprobs=1,
                       modes=("stream",)),
     _wrong_completion("min-above-max", "min_tokens", min_tokens=9, max_tokens=8),
-    _wrong_completion("too-long", "token", prompt=_too_long),
+    _wrong_completion("too-long", "tokens", prompt=_too_long),
     _wrong_chat("no-messages", "messages", messages=...),
     _wrong_chat("messages-empty", "messages", messages=[]),
     _wrong_chat("messages-type", "messages", messages="hello"),

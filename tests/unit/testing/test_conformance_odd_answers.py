@@ -54,6 +54,22 @@ def refusals(ask):
     return whole({"error": error}, status=400)
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "outcome"),
+    [("`n` is not supported", None, "refused"), ("not supported", "n", "refused"),
+     ("the upstream is not there", None, "broken"), ("an invalid value", "prompts", "broken")],
+)  # fmt: skip
+async def test_a_field_is_refused_by_its_name_and_not_by_letters_of_it(message, param, outcome):
+    error = {"message": message, "type": "x", "param": param, "code": None}
+    answer = whole({"error": error}, status=400)
+    sides = [AnsweringEndpoint(side, lambda _: answer) for side in "AB"]
+    (case,) = choose(["n-3"])
+    assert (await run_case(case, sides, [PROBE] * 2, Rules())).outcome == outcome
+    (case,) = choose(["refuse-n-0"])
+    named = (await run_case(case, sides, [PROBE] * 2, Rules())).outcome == "same"
+    assert named == (outcome == "refused")
+
+
 def places(value, path=()):
     """Where a document has a value, itself included."""
     yield path
