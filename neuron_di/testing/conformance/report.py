@@ -94,7 +94,7 @@ def _equality(result: Result) -> str:
         return "no"
     if result.differences:
         return "stream"  # within one endpoint, its stream is not its whole answer
-    return "-" if result.refused else "yes"
+    return "yes" if result.are_all_there else "-"
 
 
 def _details(result: Result) -> Iterator[str]:

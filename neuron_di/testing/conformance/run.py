@@ -38,6 +38,7 @@ class Result:
     faults: list[tuple[str, Fault]] = field(default_factory=list)
     differences: list[tuple[str, str, Difference]] = field(default_factory=list)
     refused: dict[Side, str] = field(default_factory=dict)
+    are_all_there: bool = False  # both endpoints' answers, in each mode: all was compared
     ids: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -159,6 +160,7 @@ async def run_case(
             if document is not None:
                 answers[endpoint.side, mode] = document
                 _note_id(result, label, document.get("id"))
+    result.are_all_there = len(answers) == len(case.modes) * len(endpoints)
     try:
         _compare(case, answers, rules, result)
     except ODD as error:

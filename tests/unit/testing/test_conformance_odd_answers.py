@@ -70,6 +70,20 @@ async def test_a_field_is_refused_by_its_name_and_not_by_letters_of_it(message, 
     assert named == (outcome == "refused")
 
 
+@pytest.mark.parametrize("side", "AB")
+async def test_what_was_not_answered_is_not_said_to_be_equal(side):
+    def gone(_):
+        raise PeerError("gone")
+
+    answers = {"A": completion_answers, "B": completion_answers}
+    equal = [AnsweringEndpoint(each, answers[each]) for each in "AB"]
+    one_gone = [AnsweringEndpoint(each, (answers | {side: gone})[each]) for each in "AB"]
+    for sides, word in ((equal, "yes"), (one_gone, "-")):
+        results = await run_cases(choose(["length-2"]), sides, [PROBE] * 2, Rules())
+        (line,) = (line for line in report_lines(results, sides, Rules()) if "two tokens" in line)
+        assert line.split()[3] == word
+
+
 def places(value, path=()):
     """Where a document has a value, itself included."""
     yield path
