@@ -1,6 +1,7 @@
 """`neuron-di key`: make, list and revoke the API keys of a proxy. It may run meanwhile."""
 
 import argparse
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from neuron_di.config import FlagParser
 from neuron_di.errors import ConfigError
 from neuron_di_proxy.key_file import (
     KeyRecord,
+    changing_key_file,
     is_expired,
     make_key,
     read_key_file,
-    write_key_file,
 )
 
 _EXPIRES_DAYS_MAX = 36_500
@@ -70,12 +71,19 @@ def _verb(verbs: Any, name: str, summary: str) -> argparse.ArgumentParser:
 
 
 def _create(path: Path, flags: argparse.Namespace) -> str:
-    keys = read_key_file(path) if path.exists() else {}
     key_id, text, digest = make_key()
+    with changing_key_file(path, may_be_new=True) as keys:
+        keys[key_id] = _record(path, flags, keys.values(), digest)
+    return text
+
+
+def _record(
+    path: Path, flags: argparse.Namespace, others: Iterable[KeyRecord], digest: str
+) -> KeyRecord:
     now = datetime.fromtimestamp(int(unix_s()), UTC)
     given: dict[str, Any] = {name: getattr(flags, name) for name, _, _ in _LIMITS}
     fields = {name: value for name, value in given.items() if value is not None}
-    former = [record for record in keys.values() if record.tenant == flags.name]
+    former = [record for record in others if record.tenant == flags.name]
     if former:
         # A second key of a tenant is for the change from one to the other: its limits stay.
         if fields or flags.operator:
@@ -93,14 +101,12 @@ def _create(path: Path, flags: argparse.Namespace) -> str:
             raise ConfigError(f"--expires-days goes from above 0 to {_EXPIRES_DAYS_MAX}")
         fields["expires"] = now + timedelta(days=flags.expires_days)
     try:
-        keys[key_id] = msgspec.convert(fields, KeyRecord)
+        return msgspec.convert(fields, KeyRecord)
     except msgspec.ValidationError as error:
         reason = str(error)
         if reason.endswith("`$.tenant`"):
             reason = "a tenant's name has 1 to 64 letters, digits and ._@-"
         raise ConfigError(f"a key cannot be like this: {reason}") from None
-    write_key_file(path, keys)
-    return text
 
 
 def _list(path: Path) -> str:
@@ -124,11 +130,12 @@ def _list(path: Path) -> str:
 
 
 def _revoke(path: Path, name: str) -> str:
-    keys = read_key_file(path)
-    out = [key_id for key_id, record in keys.items() if name in (key_id, record.tenant)]
-    if not out:
-        raise ConfigError(f"{path} has no key with this id and none of such a tenant")
-    write_key_file(path, {key_id: keys[key_id] for key_id in keys if key_id not in out})
+    with changing_key_file(path) as keys:
+        out = [key_id for key_id, record in keys.items() if name in (key_id, record.tenant)]
+        if not out:
+            raise ConfigError(f"{path} has no key with this id and none of such a tenant")
+        for key_id in out:
+            del keys[key_id]
     return f"revoked: {', '.join(out)}"
 
 

@@ -16,6 +16,8 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -114,14 +116,15 @@ def read_key_file(path: Path) -> dict[str, KeyRecord]:
     return _decode(content, path)
 
 
-def write_key_file(path: Path, keys: dict[str, KeyRecord]) -> None:
-    """Replace the file as a whole. ConfigError when that fails.
+@contextmanager
+def changing_key_file(path: Path, *, may_be_new: bool = False) -> Iterator[dict[str, KeyRecord]]:
+    """All keys, to be changed: as the block leaves them they replace the file. Raises ConfigError.
 
-    Readers see the old file or the new one. Of two writers at once the second fails. A new one is
-    its writer's alone; else it stays whose it was, since the proxy must be able to read it.
+    Readers see the old file or the new one. Of two who change it at once the second fails, and has
+    read nothing by then: it would bring back what the first has revoked. A new file is its writer's
+    alone; else it stays whose it was, since the proxy must be able to read it.
     """
     path = path.resolve()  # a link stays one
-    text = "\n".join([_HEAD, *(_table(key_id, record) for key_id, record in keys.items())])
     new = path.with_name(path.name + ".new")
     try:
         handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -134,17 +137,23 @@ def write_key_file(path: Path, keys: dict[str, KeyRecord]) -> None:
         raise ConfigError(f"cannot write {new}: {error.strerror}") from None
     try:
         with open(handle, "wb") as file:
-            if path.exists():
+            is_new = may_be_new and not path.exists()
+            keys = {} if is_new else read_key_file(path)
+            yield keys
+            if not is_new:
                 former = path.stat()
                 os.fchown(handle, former.st_uid, former.st_gid)
                 os.fchmod(handle, former.st_mode & 0o640)
-            file.write(text.encode())
+            tables = (_table(key_id, record) for key_id, record in keys.items())
+            file.write("\n".join([_HEAD, *tables]).encode())
             file.flush()
             os.fsync(handle)
         new.replace(path)
-    except OSError as error:
+    except BaseException as error:
         new.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise
 
 
 def is_expired(record: KeyRecord) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from key_files import write_key_file
 from quart.typing import ResponseTypes
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import make_record
@@ -16,7 +17,7 @@ from neuron_di_proxy import app
 from neuron_di_proxy.admin import Admin, Lines
 from neuron_di_proxy.admin_order import AdminLine, NotHere, check_sender
 from neuron_di_proxy.config import ProxyConfig
-from neuron_di_proxy.key_file import KeyRecord, make_key, write_key_file
+from neuron_di_proxy.key_file import KeyRecord, make_key
 
 
 @pytest.fixture

@@ -7,13 +7,14 @@ import socket
 from dataclasses import replace
 
 import pytest
+from key_files import write_key_file
 from running_proxy import AT_ONCE, RunningProxy, read_events, until
 from scripted_worker import finished, parked, play_prefill, token
 
 from neuron_di.config import FrontOptions
 from neuron_di.wire import Failed
 from neuron_di_proxy.config import ProxyConfig
-from neuron_di_proxy.key_file import KeyRecord, make_key, write_key_file
+from neuron_di_proxy.key_file import KeyRecord, make_key
 
 STREAM = {"model": "tiny", "prompt": "hi", "stream": True}
 

@@ -7,13 +7,14 @@ import logging
 import aiohttp
 import pytest
 from h2_client import H2Client
+from key_files import write_key_file
 from raw_http import RawClient, get
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import ScriptedWorker, finished, play_decode, play_prefill, token
 
 from neuron_di.config import FrontOptions, LimitOptions
 from neuron_di_proxy.config import ProxyConfig
-from neuron_di_proxy.key_file import KeyRecord, make_key, read_key_file, write_key_file
+from neuron_di_proxy.key_file import KeyRecord, make_key, read_key_file
 
 BODY = {"model": "tiny", "prompt": "Once", "max_tokens": 5}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 5}

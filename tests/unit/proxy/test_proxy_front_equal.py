@@ -3,13 +3,14 @@
 import re
 
 import pytest
+from key_files import write_key_file
 from raw_http import RawClient, post
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import play_decode, play_prefill
 
 from neuron_di.config import FrontOptions
 from neuron_di_proxy.config import ProxyConfig
-from neuron_di_proxy.key_file import KeyRecord, make_key, write_key_file
+from neuron_di_proxy.key_file import KeyRecord, make_key
 
 COMPLETION = {"model": "tiny", "prompt": "hi"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from hand_clock import HandClock
+from key_files import write_key_file
 
 from neuron_di.clock import use_clock
 from neuron_di.errors import ConfigError, Forbidden, Unauthorized
 from neuron_di_proxy import keys as keys_module
-from neuron_di_proxy.key_file import KeyRecord, make_key, read_key_file, write_key_file
+from neuron_di_proxy.key_file import KeyRecord, make_key, read_key_file
 from neuron_di_proxy.keys import OPEN_PATHS, OPERATOR_PATHS, Keys, authorize
 from neuron_di_proxy.tenant import EVERYBODY
 

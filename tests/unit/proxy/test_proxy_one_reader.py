@@ -7,6 +7,7 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
+from key_files import write_key_file
 from raw_http import RawClient, get, post
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, play_prefill, token
@@ -14,7 +15,7 @@ from scripted_worker import finished, play_prefill, token
 from neuron_di.config import FrontOptions
 from neuron_di_proxy.app import create_app
 from neuron_di_proxy.config import ProxyConfig
-from neuron_di_proxy.key_file import KeyRecord, make_key, write_key_file
+from neuron_di_proxy.key_file import KeyRecord, make_key
 from neuron_di_proxy.service import Service
 
 PATH = "/v1/completions"

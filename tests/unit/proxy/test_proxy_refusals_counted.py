@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from key_files import write_key_file
 from prometheus_client.parser import text_string_to_metric_families
 from raw_http import RawClient, post
 from running_proxy import AT_ONCE, RunningProxy, until
@@ -10,7 +11,7 @@ from running_proxy import AT_ONCE, RunningProxy, until
 from neuron_di.config import FrontOptions
 from neuron_di_proxy import socket_rest
 from neuron_di_proxy.config import ProxyConfig
-from neuron_di_proxy.key_file import KeyRecord, make_key, write_key_file
+from neuron_di_proxy.key_file import KeyRecord, make_key
 
 PATH = "/v1/completions"
 LATE_ACK_S = 0.3  # after which a client's kernel has said what it received

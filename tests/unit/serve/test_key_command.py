@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from neuron_di.cli import main
-from neuron_di_proxy.key_file import KeyRecord, make_key, read_key_file, write_key_file
+from neuron_di_proxy.key_file import KeyRecord, changing_key_file, make_key, read_key_file
 from neuron_di_proxy.keys import Keys
 
 
@@ -92,7 +92,34 @@ def test_a_name_that_none_may_have_is_refused_in_words(capsys, file):
 
 def write_keys(path: Path) -> None:
     key_id, _, digest = make_key()
-    write_key_file(path, {key_id: KeyRecord(tenant="team", sha256=digest)})
+    with changing_key_file(path, may_be_new=True) as keys:
+        keys[key_id] = KeyRecord(tenant="team", sha256=digest)
+
+
+def test_who_writes_at_the_same_time_brings_nothing_back(tmp_path, capsys):
+    """A command that has read the keys before another one revoked some would write them again."""
+    path = tmp_path / "keys.toml"
+    write_keys(path)
+    with changing_key_file(path) as keys:
+        keys.clear()
+        code, _, words = run(capsys, "create", str(path), "other")
+        assert (code, "another command is writing" in words) == (2, True)
+    assert read_key_file(path) == {}
+    assert run(capsys, "create", str(path), "other")[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.toml"]
+
+
+def test_commands_at_the_same_time_lose_no_key_that_was_shown(tmp_path):
+    file, command = str(tmp_path / "keys.toml"), [sys.executable, "-m", "neuron_di", "key"]
+    running = [
+        subprocess.Popen([*command, "create", file, f"tenant-{number}"],
+                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for number in range(6)
+    ]  # fmt: skip
+    shown = [process.communicate(timeout=60)[0].strip() for process in running]
+    ids = [text.split("-")[1] for text in shown if text]
+    assert ids
+    assert sorted(read_key_file(Path(file))) == sorted(ids)
 
 
 def test_a_link_to_the_keys_stays_one(tmp_path):
