@@ -14,7 +14,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
     Unauthorized,
 )
-from neuron_di.proxy_call import call_proxy, no_answer, not_let_in
+from neuron_di.proxy_call import call_proxy, no_answer, not_let_in, other_status
 from neuron_di_proxy.admin_order import AdminLine
 
 LINE_TIMEOUT_S = 30.0  # a line comes each second, or two
@@ -60,11 +60,13 @@ def _refusal(url: str, error: urllib.error.HTTPError, key: str | None) -> Neuron
         document = msgspec.json.decode(error.read(65536))
         message, code = str(document["error"]["message"]), document["error"].get("code")
     except (msgspec.DecodeError, OSError, KeyError, TypeError, AttributeError):
-        message, code = f"status {error.code}", None
+        message, code = "", None
     if error.code == Unauthorized.http_status:
         return not_let_in(url, key)
     if code == Forbidden.code:
         return Forbidden(f"{url} wants an operator's API key for this")
+    if not message or code == "not_found":  # the path; a worker has a code of its own
+        return other_status(url, error.code)
     if 400 <= error.code < 500:
         return OrderRefused(message)
     return PeerGone(f"{url}: {message}")

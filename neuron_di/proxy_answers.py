@@ -7,7 +7,7 @@ import msgspec
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import Forbidden, PeerGone, RemoteProtocolError, Unauthorized
-from neuron_di.proxy_call import call_proxy, no_answer, not_let_in
+from neuron_di.proxy_call import call_proxy, no_answer, not_let_in, other_status
 from neuron_di_proxy.status import StatusReport
 
 ANSWER_TIMEOUT_S = 5.0
@@ -40,10 +40,7 @@ def ask(url: str, path: str, key: str | None) -> bytes:
             raise not_let_in(url, key) from None
         if error.code == Forbidden.http_status:
             raise Forbidden(f"{url} wants an operator's API key for this") from None
-        hint = (
-            ": give the proxy's address, without /v1 or another path" if error.code == 404 else ""
-        )
-        raise PeerGone(f"{url} answers with status {error.code}{hint}") from None
+        raise other_status(url, error.code) from None
     except (OSError, http.client.HTTPException) as error:
         raise no_answer(url, error) from None
     return bytes(body)

@@ -85,6 +85,12 @@ def no_answer(url: str, error: OSError | http.client.HTTPException) -> PeerGone:
     return PeerGone(f"no proxy answers at {url}: {reason}")
 
 
+def other_status(url: str, status: int) -> PeerGone:
+    """What to say of an answer that is not the one of a proxy's address."""
+    hint = ": give the proxy's address, without /v1 or another path" if status == 404 else ""
+    return PeerGone(f"{url} answers with status {status}{hint}")
+
+
 def not_let_in(url: str, key: str | None) -> Unauthorized:
     """What to say of a proxy's 401."""
     if key is None:

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -68,6 +68,17 @@ def test_what_a_proxy_says_commands_no_terminal(
 
 def status(url: str, key: str | None = None) -> None:
     ask(url, "/status", key)
+
+
+@pytest.mark.parametrize("command", [order, status])
+@pytest.mark.parametrize("body", [b"", b'{"error": {"message": "no", "code": "not_found"}}'])
+def test_a_path_too_much_is_told_as_one(
+    address: tuple[str, list[bytes]], command: Callable[[str], None], body: bytes
+) -> None:
+    url, says = address
+    says.append(b"HTTP/1.1 404 Not\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    with pytest.raises(PeerGone, match="status 404: give the proxy's address, without /v1"):
+        command(url)
 
 
 @pytest.mark.parametrize("command", [order, status, HttpClient])
