@@ -52,18 +52,18 @@ def run_self_test(console: Console) -> int:
 def running_stub(num_tokens: int, gap_ms: float) -> Iterator[str]:
     """The URL of a stub endpoint in a process of its own."""
     command = [sys.executable, "-m", "neuron_di.bench.stub_server", str(num_tokens), str(gap_ms)]
+    # A group of its own: Ctrl-C is this process's, and no traceback of the other's is to be seen.
     with subprocess.Popen(  # noqa: S603 - our own module
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
     ) as process:
         assert process.stdout is not None
-        assert process.stdin is not None
         try:
             port = process.stdout.readline().strip()
             if not port:
                 raise PeerGone("the stub endpoint did not start")
             yield f"http://127.0.0.1:{port}"
         finally:
-            process.stdin.close()
+            process.kill()
 
 
 def measure(url: str, num_tokens: int, *, concurrency: int, requests: int) -> Run:

@@ -2,13 +2,21 @@
 
 import asyncio
 import io
+import os
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
+import pytest
 from rich.console import Console
 
 from neuron_di.bench.progress import RunProgress
 from neuron_di.bench.run import View, bench
 from neuron_di.bench.self_test import measure, running_stub
 from neuron_di.bench.settings import make_settings
+from neuron_di.clock import Deadline
 
 
 def test_the_client_counts_what_was_sent():
@@ -46,3 +54,24 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
     assert "\x1b" in drawn
     assert "/30 over" in drawn
     assert "[/x]" in drawn  # a name is no markup
+
+
+@pytest.mark.parametrize("is_measuring", [False, True])
+def test_ctrl_c_ends_it_without_a_word(is_measuring):
+    command = [sys.executable, "-m", "neuron_di", "bench", "--self-test"]
+    process = psutil.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+    )
+    deadline = Deadline.after(60.0)
+    while not (stubs := process.children()) or (is_measuring and not is_connected(stubs[0])):
+        assert process.poll() is None
+        assert not deadline.has_passed()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, b"")
+    assert not stubs[0].is_running()
+
+
+def is_connected(process):
+    return any(each.status == psutil.CONN_ESTABLISHED for each in process.net_connections())
