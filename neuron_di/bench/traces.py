@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -172,7 +172,5 @@ def _seconds(moment: str) -> float:
     try:
         return float(moment)
     except ValueError:
-        whole, _, part = moment.partition(".")
-        fraction = part.rstrip("Z").partition("+")[0]
-        day = datetime.fromisoformat(whole + "+00:00")
-        return day.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+        when = datetime.fromisoformat(moment)
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

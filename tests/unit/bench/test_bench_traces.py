@@ -64,6 +64,13 @@ def test_azure(write):
     assert trace.output_tokens.tolist() == [10, 1]
 
 
+def test_azures_second_trace_says_its_zone_and_leaves_out_a_fraction_of_nothing(write):
+    rows = "2024-05-10 00:00:03.500000+00:00,5,5\n2024-05-10 00:00:04+00:00,5,5\n"
+    rows += "2024-05-10T00:00:05Z,5,5\n2024-05-09 22:00:05.250000-02:00,5,5\n"
+    trace = read_trace(write(HEADER + rows))
+    assert trace.at_s.tolist() == pytest.approx([0, 0.5, 1.5, 1.75])
+
+
 def test_azure_columns_may_be_in_another_order_and_have_others_beside_them(write):
     text = "\ufeffid,GeneratedTokens,TIMESTAMP,ContextTokens\r\nx,3,2023-11-16 18:17:03,8\r\n"
     trace = read_trace(write(text))
