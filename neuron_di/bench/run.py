@@ -177,7 +177,8 @@ async def _take_turn(run: Run, view: View, slice_index: int, place: int) -> None
             share_s = None if duration_s is None else duration_s / settings.slices
             await load.closed_loop(settings.concurrency, share_s)
     finally:
-        run.turns.append(Turn(place, slice_index, begin_s, load.end_s, load.most_open))
+        end_s = max(begin_s, load.end_s)  # of no request at all: it ends as it begins
+        run.turns.append(Turn(place, slice_index, begin_s, end_s, load.most_open))
         view.load = None
 
 

@@ -10,7 +10,9 @@ from bench_kit import endpoint, whole_answer
 from neuron_di.bench.client import HttpClient
 from neuron_di.bench.endpoint import find_endpoint
 from neuron_di.bench.outcome import read_outcome
+from neuron_di.bench.run import View, bench
 from neuron_di.bench.settings import make_settings
+from neuron_di.bench.summary import summarize
 from neuron_di.errors import ConfigError
 
 
@@ -179,6 +181,15 @@ async def test_a_silent_server_is_given_up():
         heard = await client.send(client.request("GET", "/"), 0.05)
         assert heard.end == "timeout"
         await client.close()
+
+
+async def test_a_run_that_is_over_before_its_first_request_took_no_time():
+    async with endpoint() as url:
+        given = {"urls": (url,), "duration_s": 1e-9, "warmup": 0}
+        document = summarize(await bench(make_settings(given), None, None, View()))
+    (report,) = document.endpoints
+    assert (report.figures.num, report.wall_s, report.requests_per_s) == (0, 0, 0)
+    assert "-" not in f"{report.requests_per_s:.2f}"
 
 
 async def test_the_client_takes_the_time_once_for_each_packet():
