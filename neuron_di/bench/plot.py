@@ -241,6 +241,8 @@ def _ratios(axes: "Axes", ratios: Sequence[Ratio], colours: dict[str, str]) -> N
 
 def _legend(axes: "Axes", *what: Any, markerscale: float = 1.0) -> None:
     """Above the picture, where it hides nothing."""
+    if not what and not axes.get_legend_handles_labels()[0]:
+        return  # as of ratios that are all 0
     axes.legend(
         *what,
         fontsize=8,

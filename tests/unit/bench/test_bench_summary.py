@@ -199,7 +199,18 @@ def test_the_picture(tmp_path, ending):
     assert path.stat().st_size > 5000
 
 
-@pytest.mark.parametrize("run", [run_of([]), run_of(MIXED), run_of(MIXED[3:], MIXED, slices=1)])
+NONE_OK = [ask(at=1, ending="connection")]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        run_of([]),
+        run_of(MIXED),
+        run_of(MIXED[3:], MIXED, slices=1),
+        run_of(MIXED, NONE_OK, slices=1),
+    ],
+)
 def test_a_picture_of_whatever_there_is(tmp_path, run):
     plot(summarize(run), tmp_path / "a.png")
 
