@@ -33,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         _say(run.lines if chosen.trace else ())
         _say([f"trace {run.trace_digest}", *describe(run)])
         return int(bool(run.failures))
+    if chosen.seeds < 1:
+        parser.error("--seeds is to be 1 or more: nothing would be tried")
     for number in range(NUM_REQUESTS):
         wanted(number)  # the right answers are no part of what is timed
     tally, failing, failures = Tally(), [], Counter[str]()

@@ -63,6 +63,8 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     cases = _cases(arguments.faults, arguments.phases, arguments.repeats)
+    if not cases:
+        parser.error("these --faults at these --phases are no case: nothing would be tried")
     start_s = now_s()
     reports = asyncio.run(run_matrix(cases, is_quick=arguments.quick, transfer=arguments.transfer))
     command = command_line("tests.chaos.matrix", arguments, parser.parse_args([]))

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ import pytest
 
 from neuron_di.obs import sync_point
 
+from . import matrix
 from .client import Manners, Stream, ask
 from .cluster import until
 from .fault_proxy import FaultProxy
@@ -276,3 +278,11 @@ def test_the_report_says_what_is_wrong():
     assert "3 runs, 2 as they should be; 12 requests: 1 wrong" in text
     assert "of 8 requests that a fault must not end, 7 were completed" in text
     assert lines[-1] == "FAILED F14 d: a flaw"
+
+
+def test_a_matrix_without_a_case_is_no_success(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["matrix", "--repeats", "0"])
+    with pytest.raises(SystemExit) as ended:
+        matrix.main()
+    assert ended.value.code == 2
+    assert "nothing would be tried" in capsys.readouterr().err

@@ -78,3 +78,10 @@ def test_the_command_reports_some_seeds(capsys):
     assert "requests    60" in report
     assert "seeds/s" in report
     assert "failing" not in report
+
+
+def test_no_seeds_keep_no_promise(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--seeds", "0"])
+    assert ended.value.code == 2
+    assert "nothing would be tried" in capsys.readouterr().err
