@@ -9,17 +9,20 @@ from typing import IO, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.text import Text
 
 from neuron_di.config import ServeOptions
 from neuron_di.obs import LaunchReport
 from neuron_di.serve import Fleet
+from neuron_di.terminal_text import printable
 
 
 class Terminal(Console):
     """Standard error. It may be a pipe that nobody reads, or a full disk: what serves goes on."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
-        super().__init__(stderr=True, file=file, soft_wrap=True)  # an address stays in one piece
+        # An address stays in one piece, and a model's name is no markup.
+        super().__init__(stderr=True, file=file, soft_wrap=True, markup=False, highlight=False)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -122,13 +125,13 @@ async def _end(ending: Coroutine[Any, Any, Any], fleet: Fleet, at_once: asyncio.
 
 
 def _say(console: Console, words: str, style: str = "") -> None:
-    console.print(words, style=style, markup=False, highlight=False)
+    console.print(words, style=style)
 
 
 def _say_ready(console: Console, fleet: Fleet) -> None:
     workers = ", ".join(f"{name} (pid {pid})" for name, pid in fleet.pids().items())
-    console.print(f"[green]serving[/green] {fleet.model_name} at [bold]{fleet.url}/v1[/bold]")
-    console.print(f"  {workers}", highlight=False)
-    console.print(
-        f"  neuron-di status --url {fleet.url}      Ctrl-C drains and stops", highlight=False
-    )
+    name = printable(fleet.model_name)
+    url = (f"{fleet.url}/v1", "bold")
+    console.print(Text.assemble(("serving", "green"), f" {name} at ", url))
+    console.print(f"  {workers}")
+    console.print(f"  neuron-di status --url {fleet.url}      Ctrl-C drains and stops")

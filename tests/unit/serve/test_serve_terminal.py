@@ -1,6 +1,8 @@
 """What `serve` says goes to a terminal, a file or a pipe, and none of them can end it."""
 
+import io
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,14 @@ def test_a_pipe_that_nobody_reads_ends_nothing():
             serve_terminal._say(terminal, "worker decode-0 ended; starting it again")
         # What the file itself still holds cannot be written at its end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny[/b]", "tiny[v2]"])
+def test_a_models_name_is_said_as_it_is(name):
+    file = io.StringIO()
+    fleet = SimpleNamespace(model_name=name, url="http://[::1]:8000", pids=lambda: {"p": 1})
+    serve_terminal._say_ready(Terminal(file), fleet)
+    assert file.getvalue().startswith(f"serving {name} at http://[::1]:8000/v1\n  p (pid 1)\n")
 
 
 @pytest.mark.parametrize("style", ["", "red"])
