@@ -144,9 +144,14 @@ class _Probe:
         if wanted is None and len(by_name) == 1:
             (wanted,) = by_name
         if wanted is None:
+            if not by_name:
+                raise ConfigError(
+                    f"{self._url} lists no models ({explain(heard)}): give the address up to "
+                    "/v1, or the model's name with --model"
+                )
             raise ConfigError(
-                f"{self._url} lists {len(by_name) or 'no'} models: name one with --model"
-                + (f", of {', '.join(list(by_name)[:8])}" if by_name else "")
+                f"{self._url} lists {len(by_name)} models: name one with --model, "
+                f"of {', '.join(list(by_name)[:8])}"
             )
         entry = by_name.get(wanted)
         return wanted, entry.max_model_len if entry is not None else None

@@ -75,6 +75,12 @@ async def test_an_endpoint_that_refuses_everything():
             await find(url)
 
 
+async def test_what_lists_no_models_is_told_with_its_answer():
+    async with endpoint() as url:
+        with pytest.raises(ConfigError, match=r"lists no models \(status 404\): give the address"):
+            await find(url + "/v1/completions")
+
+
 async def test_nobody_is_there():
     async with endpoint() as url:
         pass
