@@ -94,7 +94,12 @@ class Endpoint:
         headers = {"Content-Type": "application/json", **self._headers, **ask.headers}
         try:
             async with self._session.request(
-                ask.method, self.url + ask.path, data=data, headers=headers, timeout=self._timeout
+                ask.method,
+                self.url + ask.path,
+                data=data,
+                headers=headers,
+                timeout=self._timeout,
+                allow_redirects=False,  # elsewhere is another server
             ) as response:
                 body = await _read(response)
                 known = {name.lower(): value for name, value in response.headers.items()}

@@ -1,6 +1,7 @@
 """What `neuron-di conformance` refuses before it sends anything, and what it says meanwhile."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -75,13 +76,9 @@ async def test_why_nothing_can_be_tried_is_said(models, completion, words):
     assert len(raised.value.message) < 300
 
 
-async def test_an_answer_without_end_is_not_read_without_end():
-    async def handle(request):
-        response = web.StreamResponse()
-        await response.prepare(request)
-        while True:
-            await response.write(b"x" * (1 << 20))
-
+@asynccontextmanager
+async def server(handle):
+    """The URL of a server with one route, /v1/models, and a session."""
     app = web.Application()
     app.router.add_get("/v1/models", handle)
     runner = web.AppRunner(app, shutdown_timeout=0)
@@ -90,10 +87,33 @@ async def test_an_answer_without_end_is_not_read_without_end():
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as session, asyncio.timeout(60):
-            with pytest.raises(PeerError, match="/v1/models answers with more than 16 MiB"):
-                await Endpoint("A", url, session).send(Ask(path="/v1/models", method="GET"))
+            yield url, session
     finally:
         await runner.cleanup()
+
+
+async def test_an_answer_without_end_is_not_read_without_end():
+    async def handle(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * (1 << 20))
+
+    async with server(handle) as (url, session):
+        with pytest.raises(PeerError, match="/v1/models answers with more than 16 MiB"):
+            await Endpoint("A", url, session).send(Ask(path="/v1/models", method="GET"))
+
+
+async def test_nobody_else_is_compared_because_of_a_redirect():
+    async def here(_):
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async def elsewhere(_):
+        raise web.HTTPTemporaryRedirect(f"{other}/v1/models")
+
+    async with server(here) as (other, _), server(elsewhere) as (url, session):
+        with pytest.raises(PeerError, match=r"lists no model at /v1/models \(status 307"):
+            await Endpoint("A", url, session).find_model()
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
