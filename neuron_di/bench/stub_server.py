@@ -5,6 +5,7 @@ its port, and ends when its standard input does.
 """
 
 import asyncio
+import os
 import sys
 
 _CHUNK = b'data: {"id":"x","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
@@ -62,9 +63,11 @@ class Stub:
 
 async def _main(num_tokens: int, gap_ms: float) -> None:
     server = await asyncio.start_server(Stub(num_tokens, gap_ms / 1e3).serve, "127.0.0.1", 0)
-    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
-    sys.stdout.flush()
     async with server:
+        try:
+            os.write(sys.stdout.fileno(), b"%d\n" % server.sockets[0].getsockname()[1])
+        except BrokenPipeError:  # whoever started this has ended already
+            return
         await asyncio.to_thread(sys.stdin.read)
 
 

@@ -70,7 +70,26 @@ def test_ctrl_c_ends_it_without_a_word(is_measuring):
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, b"")
-    assert not stubs[0].is_running()
+    assert has_ended(stubs[0])
+
+
+def test_a_stub_whose_port_nobody_hears_ends_without_a_word():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "neuron_di.bench.stub_server", "1", "0"]
+    with open(writing, "wb") as nobody, subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=nobody, stderr=subprocess.PIPE
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+
+
+def has_ended(process):
+    try:  # one whose parent is gone may still be in the list of processes
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def is_connected(process):
