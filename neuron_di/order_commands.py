@@ -2,7 +2,8 @@
 WORKER ROLE`: another role at run time, and the proof that it did switch."""
 
 import argparse
-import math
+
+from neuron_di.wire.admin import WAIT_S_MAX
 
 
 def add_drain_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +39,9 @@ def _add_order_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def seconds(text: str) -> float:
-    """A length of time; argparse tells a ValueError as "invalid seconds value"."""
+    """A length of time, a day at most; argparse tells a ValueError as "invalid seconds value"."""
     length_s = float(text)
-    if not 0 <= length_s < math.inf:  # NaN neither
+    if not 0 <= length_s <= WAIT_S_MAX:  # NaN neither
         raise ValueError
     return length_s
 

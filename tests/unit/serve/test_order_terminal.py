@@ -40,7 +40,7 @@ def test_who_interrupts_hears_what_becomes_of_it(
     assert capsys.readouterr().out.splitlines()[-1] == words
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-1", "soon", ""])
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e9", "soon", ""])
 @pytest.mark.parametrize("order", [["drain", "w"], ["role", "w", "decode"]])
 def test_a_time_to_finish_is_a_length_of_time(
     capsys: pytest.CaptureFixture[str], order: list[str], text: str
