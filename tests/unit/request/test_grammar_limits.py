@@ -117,6 +117,13 @@ def test_a_multiple_that_keeps_the_library_at_work_is_refused(kit, schema):
         kit.schema(schema)
 
 
+def test_multiples_are_counted_before_anything_is_made_of_them(kit):
+    """The least common multiple of thousands of long numbers is itself the work of seconds."""
+    long = [{"multipleOf": float(f"1.{n:015}1e300")} for n in range(100)]
+    with pytest.raises(BadRequest, match="more than 64 `pattern`, `format` and `multipleOf`"):
+        kit.schema({"anyOf": long})
+
+
 @pytest.mark.parametrize("multiple", [5, 2.5, 60, 3600, 86_400, 0.01])
 def test_multiples_that_people_ask_for_are_fine(kit, multiple):
     kit.write(kit.schema({"type": "number", "multipleOf": multiple}), "0")
