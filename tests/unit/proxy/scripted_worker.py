@@ -199,16 +199,8 @@ class ScriptedWorker:
         return self._status_now() if self.talks and self._thawed.is_set() else None
 
     def _status_now(self) -> WorkerStatus:
-        status = WorkerStatus(
-            record=self.record,
-            num_blocks=64,
-            num_blocks_free=60,
-            num_waiting=0,
-            num_running=1,
-            num_transferring=0,
-            num_steps=7,
-        )
-        return msgspec.structs.replace(status, **self.says)
+        counts = {"num_blocks_free": 60, "num_running": 1, "num_steps": 7}
+        return make_status(self.record, **(counts | self.says))
 
 
 def make_record(
@@ -234,6 +226,20 @@ def make_record(
         "slots": 1024,
     }
     return WorkerRecord(**(fields | changes))  # type: ignore[arg-type]
+
+
+def make_status(record: WorkerRecord, /, **changes: object) -> WorkerStatus:
+    """Of a worker that has nothing to do."""
+    fields: dict[str, object] = {
+        "record": record,
+        "num_blocks": 64,
+        "num_blocks_free": 64,
+        "num_waiting": 0,
+        "num_running": 0,
+        "num_transferring": 0,
+        "num_steps": 0,
+    }
+    return WorkerStatus(**(fields | changes))  # type: ignore[arg-type]
 
 
 def token(

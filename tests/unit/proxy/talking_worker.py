@@ -3,11 +3,10 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import msgspec
+from scripted_worker import make_status
 from virtual_cluster import one_by_one
 
 from neuron_di.clock import now_s
-from neuron_di.wire import WorkerStatus
 from neuron_di.wire.leg_link import ALIVE_INTERVAL_S
 
 
@@ -23,16 +22,7 @@ def states(cluster):
 
 
 def word_of(worker, **says):
-    status = WorkerStatus(
-        record=worker.record,
-        num_blocks=64,
-        num_blocks_free=64,
-        num_waiting=0,
-        num_running=0,
-        num_transferring=0,
-        num_steps=0,
-    )
-    return msgspec.structs.replace(status, **(worker.says | says))
+    return make_status(worker.record, **(worker.says | says))
 
 
 class Link:

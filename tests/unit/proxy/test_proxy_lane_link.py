@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lane_rig import Rig, chunks_of
-from scripted_worker import finished, make_record, parked, token
+from scripted_worker import finished, make_record, make_status, parked, token
 
 from neuron_di.config import LimitOptions
 from neuron_di.errors import PeerGone, RemoteProtocolError
-from neuron_di.wire import WorkerStatus
 from neuron_di.wire.leg_link import Told, encode_frame, told_decoder
 from neuron_di_proxy import leg_link
 from neuron_di_proxy.leg_link import LegLink
@@ -31,15 +30,7 @@ class PlainLegLink(LegLink):
 
 def word(num_steps=0, record=RECORD):
     """How the worker is."""
-    return WorkerStatus(
-        record=record,
-        num_blocks=0,
-        num_blocks_free=0,
-        num_waiting=0,
-        num_running=0,
-        num_transferring=0,
-        num_steps=num_steps,
-    )
+    return make_status(record, num_steps=num_steps)
 
 
 def frame_of(tokens=(), events=(), status=None):

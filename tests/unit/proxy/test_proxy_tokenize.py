@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
+from scripted_worker import make_record, make_status
 from transformers import AutoTokenizer
 
 from neuron_di.config import LimitOptions
@@ -16,8 +17,7 @@ from neuron_di.errors import BadRequest, CapacityError, NeuronDiError
 from neuron_di.request import Tokenizer
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.testing.checkpoints import TOOL_CHAT_TEMPLATE
-from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus, encode_json
+from neuron_di.wire import WorkerRecord, encode_json
 from neuron_di.worker.leg_report import failed
 from neuron_di.worker.prompts import PromptReader
 from neuron_di.worker.tokenize_api import add_tokenize_routes
@@ -72,7 +72,7 @@ class Workers:
 
         async def tell(_: web.Request) -> web.Response:
             record = next(each for each in self._records if each.worker_id == name)
-            return web.Response(body=encode_json(word_of(record)))
+            return web.Response(body=encode_json(make_status(record)))
 
         app = web.Application(middlewares=[note])
         add_tokenize_routes(app, prompts)
@@ -112,37 +112,7 @@ class Workers:
         return await forward_tokenize(kind, body, self.router, self.client, self.health)
 
     def _announce(self, name: str, model: str, port: int) -> None:
-        self._records.append(
-            WorkerRecord(
-                protocol_version=PROTOCOL_VERSION,
-                worker_id=WorkerId(name),
-                incarnation=Incarnation("ab" * 16),
-                role="decode",
-                state="ready",
-                pid=1,
-                model=model,
-                model_digest="d",
-                layout_digest="l",
-                context_tokens=256,
-                host="127.0.0.1",
-                api_port=port,
-                signal_host="127.0.0.1",
-                signal_port=0,
-                started_unix_s=0.0,
-            )
-        )
-
-
-def word_of(record: WorkerRecord) -> WorkerStatus:
-    return WorkerStatus(
-        record=record,
-        num_blocks=1,
-        num_blocks_free=1,
-        num_waiting=0,
-        num_running=0,
-        num_transferring=0,
-        num_steps=0,
-    )
+        self._records.append(make_record(name, "decode", port, model=model, context_tokens=256))
 
 
 @pytest.fixture

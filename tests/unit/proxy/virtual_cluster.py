@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 from running_proxy import ListDirectory
-from scripted_worker import finished, make_record, parked, receipt, released, token
+from scripted_worker import finished, make_record, make_status, parked, receipt, released, token
 
 from neuron_di.clock import now_s
 from neuron_di.config import LimitOptions
@@ -228,16 +228,7 @@ class VirtualWorker:
                 await self.thawed.wait()
         except TimeoutError:
             raise PeerTimeout(f"worker {self.record.worker_id} did not answer in time") from None
-        status = WorkerStatus(
-            record=self.record,
-            num_blocks=64,
-            num_blocks_free=64,
-            num_waiting=0,
-            num_running=0,
-            num_transferring=0,
-            num_steps=0,
-        )
-        return msgspec.structs.replace(status, **self.says)
+        return make_status(self.record, **self.says)
 
 
 class Asked:
