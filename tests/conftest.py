@@ -13,7 +13,8 @@ from hypothesis import settings
 # What tests share asserts too, and should say as much where it fails.
 _FILES = Path(__file__).parent.rglob("*.py")
 _SHARED = {file.stem for file in _FILES if not file.name.startswith(("test_", "conftest.", "__"))}
-pytest.register_assert_rewrite("tests", *_SHARED)
+# Not what the interpreter has read by now: a sitecustomize, which Debian's Python has of its own.
+pytest.register_assert_rewrite("tests", *_SHARED - sys.modules.keys())
 
 # Nothing is measured here: on a busy machine an example may take any time.
 settings.register_profile("suite", deadline=None)
