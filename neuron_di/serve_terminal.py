@@ -14,6 +14,7 @@ from rich.text import Text
 from neuron_di.config import ServeOptions
 from neuron_di.obs import LaunchReport
 from neuron_di.serve import Fleet
+from neuron_di.stop_signals import stop_on_hangup
 from neuron_di.terminal_text import printable
 
 
@@ -68,7 +69,8 @@ class LoadProgress:
 
 
 async def serve_until_stopped(options: ServeOptions) -> int:
-    """Serve until SIGINT or SIGTERM, then drain; a second signal ends everything at once.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then drain; a second of the first two ends everything
+    at once.
 
     Returns the exit code: 1 when the fleet could not go on, 130 when the drain was cut short.
     """
@@ -109,6 +111,7 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    stop_on_hangup(stop)
     return stop, stop_at_once
 
 

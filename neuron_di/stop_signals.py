@@ -27,6 +27,16 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupt)
+    stop_on_hangup(stop)
+
+
+def stop_on_hangup(stop: asyncio.Event) -> None:
+    """SIGHUP sets `stop`, however often it comes: the terminal was closed, or its connection lost.
+
+    Not in a process that was started to outlive its terminal, as by nohup, where it is ignored.
+    """
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, stop.set)
 
 
 def end_by_sigterm_while_starting() -> None:

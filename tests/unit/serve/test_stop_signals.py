@@ -37,11 +37,14 @@ asyncio.run(run())
         ([signal.SIGINT, signal.SIGTERM], 0, "drained\n"),
         ([signal.SIGINT, signal.SIGINT], 130, ""),
         ([signal.SIGTERM, signal.SIGINT], 130, ""),
+        ([signal.SIGHUP, signal.SIGHUP, signal.SIGTERM], 0, "drained\n"),
     ],
 )
 def test_only_a_second_interrupt_cuts_the_drain_short(numbers, code, said):
+    # The tests may run under nohup.
+    script = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n" + SCRIPT
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(numbers[0])
@@ -50,6 +53,17 @@ def test_only_a_second_interrupt_cuts_the_drain_short(numbers, code, said):
             process.send_signal(number)
         rest = process.stdout.read()
         assert (process.wait(30), rest) == (code, said)
+
+
+def test_what_outlives_its_terminal_goes_on():
+    words = ["nohup", sys.executable, "-c", SCRIPT]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.terminate()
+        assert process.communicate()[0] == "draining\ndrained\n"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.1.2.3"])
