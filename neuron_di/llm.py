@@ -104,7 +104,7 @@ class LLM:
         with self._lock:
             if self._is_closed:
                 raise LocalProtocolError("this LLM is closed")
-            return self._generate(listed, sampling or self._default_sampling)
+            return self._generate(listed, self._checked(sampling or self._default_sampling))
 
     def close(self) -> None:
         """May be called twice. Does nothing in a forked process, which owns none of it."""
@@ -181,12 +181,24 @@ class LLM:
         given = tuple(answer.token_ids)
         return self._make(request.prompt_ids, request.sampling, given, request.age_order)
 
+    def _checked(self, sampling: SamplingParams) -> SamplingParams:
+        """Each field of its type: a text that is taken for a list stops at each of its letters,
+        and half a token ends the engine."""
+        if not isinstance(sampling, SamplingParams):
+            raise BadRequest("sampling is SamplingParams(...)", param="sampling")
+        try:
+            given = msgspec.to_builtins(sampling, enc_hook=_plain_number)
+            sampling = msgspec.convert(given, SamplingParams)
+        except (TypeError, ValueError) as error:
+            raise BadRequest(f"sampling parameters: {error}", param="sampling") from None
+        check_sampling(sampling, self._model.backend.num_vocab)
+        if sampling.logprobs is not None:
+            raise BadRequest("LLM gives no logprobs: ask a server", param="logprobs")
+        return sampling
+
     def _request(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Request:
         tokenizer = self._model.tokenizer
         num_vocab = self._model.backend.num_vocab
-        check_sampling(sampling, num_vocab)
-        if sampling.logprobs is not None:
-            raise BadRequest("LLM gives no logprobs: ask a server", param="logprobs")
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=random.getrandbits(63))
         prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
@@ -236,6 +248,13 @@ def _listed(
 def _ids(prompt: Sequence[int]) -> list[int]:
     """As Python's own numbers, whatever library's they are: other processes are told of them."""
     try:
+        if isinstance(prompt, bytes | bytearray):  # numbers to Python, and text to who wrote them
+            raise TypeError
         return [int(operator.index(token_id)) for token_id in prompt]
     except TypeError:
         raise BadRequest("a prompt is text or token ids", param="prompt") from None
+
+
+def _plain_number(number: Any) -> int | float:
+    """Another library's number. TypeError for anything else."""
+    return operator.index(number) if isinstance(number, Integral) else float(number)

@@ -69,7 +69,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen and when a request ends. Checked by `request.check_sampling`.
+    """How tokens are chosen and when a request ends. Checked by `check_sampling`.
 
     `seed` is set by whoever starts the request, so that both legs draw the same numbers. A worker
     takes None for 0.

@@ -65,10 +65,46 @@ def test_what_the_tokenizer_names_as_the_end_ends_an_answer_too(
             assert (answer.token_ids, answer.finish_reason) == ([eos_id], "stop")
 
 
-@pytest.mark.parametrize("prompts", [[[1.5]], [["a"]], [None], [5, "a"]])
+@pytest.mark.parametrize("prompts", [[[1.5]], [["a"]], [None], [5, "a"], b"abc", [b"abc"]])
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: list[object]) -> None:
     with pytest.raises(BadRequest, match="a prompt is text or token ids"):
         llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 20 / 2},
+        {"min_tokens": 0.5},
+        {"stop": "end"},
+        {"stop_token_ids": 5},
+        {"bad_words": "fox"},
+        {"logit_bias": {5: 1.0}},
+        {"temperature": "0"},
+        {"seed": object()},
+    ],
+)
+def test_a_parameter_of_another_type_is_refused_and_harms_no_other_call(
+    llm: LLM, wrong: dict[str, object]
+) -> None:
+    (expected,) = llm.generate(PROMPTS[0], GREEDY)
+    with pytest.raises(BadRequest, match="sampling"):
+        llm.generate(PROMPTS[0], SamplingParams(**wrong))  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="sampling"):
+        llm.generate(PROMPTS[0], wrong)  # type: ignore[arg-type]
+    assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected.token_ids
+
+
+def test_parameters_may_be_another_librarys_numbers_and_lists(llm: LLM) -> None:
+    own = SamplingParams(temperature=0.5, max_tokens=9, seed=3, stop_token_ids=(5, 6))
+    others = SamplingParams(
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        max_tokens=np.int64(9),  # type: ignore[arg-type]
+        seed=np.int64(3),  # type: ignore[arg-type]
+        stop_token_ids=[5, 6],  # type: ignore[arg-type]
+    )
+    (expected,), (answer,) = llm.generate(PROMPTS[0], own), llm.generate(PROMPTS[0], others)
+    assert answer.token_ids == expected.token_ids
 
 
 def test_a_pool_too_small_for_all_changes_no_answer(llama_folder: Path, llm: LLM) -> None:
