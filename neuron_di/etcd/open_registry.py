@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from neuron_di.config import EtcdOptions
-from neuron_di.errors import ConfigError
 from neuron_di.registry import Registry, RegistryClient, WatchableRegistry
 
 
@@ -19,17 +18,9 @@ async def open_registry(
 ) -> AsyncIterator[RegistryLike | None]:
     """The registry at a `tcp://` address or at etcd while entered; None where neither is given.
 
-    Nothing has to listen yet. ConfigError when both are given, when a file of etcd's cannot be
-    read, or when the packages for etcd are missing.
+    Nothing has to listen yet. ConfigError when a file of etcd's cannot be read, or when the
+    packages for etcd are missing.
     """
-    if registry is not None and etcd.etcd:
-        raise ConfigError("--registry and --etcd are two registries: give one of them")
-    if etcd.is_auto:
-        raise ConfigError(
-            "--etcd auto is for `neuron-di serve` and `neuron-di proxy`, which start it: give "
-            "the address that they log",
-            param="etcd",
-        )
     if etcd.etcd:
         from neuron_di.etcd.client import EtcdClient
         from neuron_di.etcd.registry import EtcdRegistry

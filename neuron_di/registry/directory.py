@@ -32,7 +32,6 @@ from neuron_di.obs import LimitedLogger
 from neuron_di.registry.embedded import KEYS_MAX
 from neuron_di.registry.record_reader import Fault, RecordReader, RefusedRecord
 from neuron_di.registry.registry import (
-    CandidRegistry,
     CountingRegistry,
     KeyChanged,
     KeyDeleted,
@@ -135,7 +134,7 @@ class Directory:
         if known is None or process_of(known) != process_of(lost):
             known = self._vanished.get(process_of(lost))
         if (
-            not self._trouble_of_registry()
+            not self._registry.trouble()
             or known is None
             or not is_restart_of(successor, lost)
             or self._reader.read(key, encode_json(successor)) is None
@@ -162,7 +161,7 @@ class Directory:
 
     def trouble(self) -> str:
         """Why the view may be old; empty while all is well."""
-        return self._following.trouble() or self._trouble_of_registry()
+        return self._following.trouble() or self._registry.trouble()
 
     async def wait_changed(self, epoch: int) -> int:
         """Wait until the view is newer than `epoch`. Returns its epoch."""
@@ -293,8 +292,7 @@ class Directory:
         """Drop who has vanished for too long: by time in which it could have come back."""
         self._timer = None
         passed_s = min(now_s() - self._looked_s, 2 * _LOOK_INTERVAL_S)  # not what we stood still
-        is_reachable = not self._trouble_of_registry()
-        counted_s = passed_s if is_reachable else 0.0
+        counted_s = 0.0 if self._registry.trouble() else passed_s
         for record in self._vanished.pass_time(counted_s, self._keep_s):
             self.drop(record, f"its key has been gone for {self._keep_s:.0f} s")
         if self._vanished:
@@ -317,9 +315,6 @@ class Directory:
         for record in self._present.values():
             last[process_of(record)] = record
         return tuple(sorted(last.values(), key=_place_in_view))
-
-    def _trouble_of_registry(self) -> str:
-        return self._registry.trouble() if isinstance(self._registry, CandidRegistry) else ""
 
 
 def _place_in_view(record: WorkerRecord) -> tuple[str, str]:

@@ -71,18 +71,13 @@ class WatchableRegistry(Protocol):
         """
         ...
 
+    def trouble(self) -> str:
+        """Why nothing is heard from it now, in words; empty while all is well. At once."""
+        ...
+
 
 @runtime_checkable
 class CountingRegistry(Protocol):
     """A registry that tells of no more than is useful."""
 
     num_dropped: int  # keys so far that it did not tell of
-
-
-@runtime_checkable
-class CandidRegistry(Protocol):
-    """A registry that says when it cannot be reached. One that does not always can."""
-
-    def trouble(self) -> str:
-        """Why nothing is heard from it now, in words; empty while all is well. At once."""
-        ...

@@ -135,9 +135,3 @@ async def test_which_registry_is_opened():
         assert type(registry).__name__ == "RegistryClient"
     async with open_registry(None, EtcdOptions(etcd=("127.0.0.1:1",))) as registry:
         assert type(registry).__name__ == "EtcdRegistry"
-    with pytest.raises(ConfigError, match="one of them"):
-        async with open_registry("tcp://127.0.0.1:1", EtcdOptions(etcd=("127.0.0.1:1",))):
-            pass
-    with pytest.raises(ConfigError, match="auto"):
-        async with open_registry(None, EtcdOptions(etcd=("auto",))):
-            pass

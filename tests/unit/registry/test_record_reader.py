@@ -148,6 +148,9 @@ async def test_100_000_keys_hold_up_nobody_else(make_record, wait_workers, caplo
             yield Snapshot(values)
             await asyncio.Event().wait()
 
+        def trouble(self):
+            return ""
+
     num_turns = 0
 
     async def count_turns():
