@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from neuron_di.clock import Deadline
-from neuron_di.errors import BadRequest, NeuronDiError, PeerError, PeerGone, PeerTimeout
+from neuron_di.errors import BadRequest, PeerError, PeerGone, PeerTimeout
 from neuron_di.obs import get_logger
 from neuron_di.wire import WorkerRecord
 from neuron_di.wire.admin import (
@@ -34,14 +34,13 @@ from neuron_di.wire.admin import (
     RoleTicket,
 )
 from neuron_di_proxy.admin_link import AdminLink
-from neuron_di_proxy.admin_order import AdminLine, DrainRequest, RoleRequest
+from neuron_di_proxy.admin_order import AdminLine, DrainRequest, RoleRequest, failed_line
 from neuron_di_proxy.admin_rules import (
     check_may_change,
     check_may_leave,
     find_worker,
     usable_others,
 )
-from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.route import Directory, fits
 from neuron_di_proxy.self_test import PairBook
@@ -109,7 +108,7 @@ class Admin:
                 except PeerError as error:
                     if last is None:
                         raise
-                    yield _failed(error)
+                    yield failed_line(error)
                     return
             assert last is not None, "a drain without a line is an error"
             yield AdminLine(phase="drained", progress=last)
@@ -146,7 +145,7 @@ class Admin:
                         if last.state == "draining":
                             yield AdminLine(phase="draining", progress=last)
                 except PeerError as error:
-                    yield _failed(error)
+                    yield failed_line(error)
                     return
             yield AdminLine(phase="drained", progress=last)
             async for line in self._gone(record, is_ending=False):
@@ -209,7 +208,8 @@ class Admin:
     async def _gone(self, record: WorkerRecord, *, is_ending: bool) -> Lines:
         """Wait until this incarnation is in no directory and, if the process ends, answers not.
 
-        A registry that is away cannot tell: a process that stays may say itself that it changed.
+        A registry that is away cannot tell: a process that stays may say itself that it changed,
+        and one that ends answers no more.
         """
         deadline, said = Deadline.after(self._gone_timeout_s), Deadline.after(SAY_S)
         has_left = False
@@ -226,16 +226,26 @@ class Admin:
                 yield AdminLine(phase="ended", words="its process answers no more")
                 return
             if said.has_passed():
-                if not is_ending and await self._has_changed(record):
-                    words = "another incarnation answers; the registry does not say so yet"
+                if not has_left and (words := await self._left_unsaid(record, is_ending)):
+                    has_left = True
                     yield AdminLine(phase="left", words=words)
-                    return
+                    continue
                 said = Deadline.after(SAY_S)
                 yield AdminLine(phase="draining", words="waiting until it is gone")
             await asyncio.sleep(LOOK_S)
         what = "still answers" if has_left else "is still in the registry"
         words = f"worker {record.worker_id} {what} after {self._gone_timeout_s:g} s"
-        yield _failed(PeerTimeout(words))
+        yield failed_line(PeerTimeout(words))
+
+    async def _left_unsaid(self, record: WorkerRecord, is_ending: bool) -> str:
+        """How we know that it left, where the registry does not say so; empty: we do not."""
+        if not is_ending:
+            has_changed = await self._has_changed(record)
+            return "another incarnation answers; the registry does not say so yet" * has_changed
+        directory = self._health.candid_directory()
+        is_heard = directory is None or not directory.trouble()
+        is_gone = not is_heard and await self._is_silent(record)
+        return "the registry is not heard: its key there ends with its lease" * is_gone
 
     async def _is_silent(self, record: WorkerRecord) -> bool:
         """Whether that process is gone from its address, whoever else may be there."""
@@ -267,13 +277,13 @@ class Admin:
                 if await self._has_changed(before):
                     what = "answers, but is not in the registry and up,"
                 words = f"worker {before.worker_id} {what} after {SWITCH_TIMEOUT_S:g} s"
-                yield _failed(PeerTimeout(words))
+                yield failed_line(PeerTimeout(words))
                 return
             # Once may be a connection that ended with the worker that was.
             num_refused = 0 if await self._is_process_there(before) else num_refused + 1
             if num_refused >= REFUSALS_MAX:
                 words = f"the process of worker {before.worker_id} has ended: its log says why"
-                yield _failed(PeerGone(words))
+                yield failed_line(PeerGone(words))
                 return
             if said.has_passed():
                 said = Deadline.after(SAY_S)
@@ -286,13 +296,13 @@ class Admin:
             except PeerError as error:
                 if deadline.has_passed() or not await self._is_process_there(new):
                     words = f"it is back as a {new.role} worker, but its outcome is not known"
-                    yield _failed(PeerGone(f"{words}: {error.message}"))
+                    yield failed_line(PeerGone(f"{words}: {error.message}"))
                     return
             yield AdminLine(phase="draining", words="asking it what became of the change")
             await asyncio.sleep(SAY_S)
         if outcome is None or outcome.ticket != ticket.ticket or new.role != ticket.role:
             words = f"it did not switch: it is back as a {new.role} worker"
-            yield _failed(PeerGone(f"{words} ({_why_not(outcome, ticket)})"))
+            yield failed_line(PeerGone(f"{words} ({_why_not(outcome, ticket)})"))
             return
         yield AdminLine(
             phase="serving",
@@ -365,7 +375,7 @@ class Admin:
                 said = Deadline.after(SAY_S)
                 yield AdminLine(phase="draining", words="waiting for a hand-over to be tested")
             await asyncio.sleep(LOOK_S)
-        yield _failed(PeerTimeout(f"it switched, but no hand-over has worked since ({reason})"))
+        yield failed_line(PeerTimeout(f"it switched, but no hand-over has worked since ({reason})"))
 
     def _partners(self, new: WorkerRecord) -> list[WorkerRecord]:
         wanted = {"prefill": "decode", "decode": "prefill"}.get(new.role)
@@ -387,7 +397,3 @@ def _why_not(outcome: RoleOutcome | None, ticket: RoleTicket) -> str:
     if outcome is None:
         return "its process has restarted since"
     return outcome.reason if outcome.ticket == ticket.ticket else "another order came"
-
-
-def _failed(error: NeuronDiError) -> AdminLine:
-    return AdminLine(phase="failed", words=error.message, failed=failure_of(error), is_clean=False)

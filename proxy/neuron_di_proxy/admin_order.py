@@ -6,11 +6,12 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from neuron_di.errors import BadRequest, ClientError, TooLarge
+from neuron_di.errors import BadRequest, ClientError, NeuronDiError, TooLarge
 from neuron_di.types import WORKER_ID_PATTERN, Role
 from neuron_di.wire import Failed
 from neuron_di.wire.admin import ORDER_BYTES_MAX, DrainProgress, Seconds
 from neuron_di_proxy.body_refusal import check_json
+from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.json_object import explain
 
 Phase = Literal[
@@ -59,6 +60,11 @@ class AdminLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     progress: DrainProgress | None = None
     failed: Failed | None = None
     is_clean: bool = True
+
+
+def failed_line(error: NeuronDiError) -> AdminLine:
+    """The last line of an order that failed."""
+    return AdminLine(phase="failed", words=error.message, failed=failure_of(error), is_clean=False)
 
 
 def read_order(kind: type[Order], headers: Mapping[str, str], body: bytes) -> Order:

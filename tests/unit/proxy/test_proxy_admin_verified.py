@@ -35,6 +35,7 @@ class Scene:
         self.status: Callable[[], object] = lambda: PeerTimeout("nobody answers")
         self.outcomes: list[Answer] = [CHANGED]  # the last one again and again
         self.num_asked = 0
+        self.trouble = ""  # of the registry
         scene = self
 
         class Link:
@@ -61,6 +62,7 @@ class Scene:
         health = SimpleNamespace(
             reports=lambda: [SimpleNamespace(record=each, state="up") for each in self.known],
             is_usable=lambda _: True,
+            candid_directory=lambda: SimpleNamespace(trouble=lambda: self.trouble),
         )
         workers = SimpleNamespace(status=self._status)
         self.admin = Admin(directory, workers, health, None, lease_s=lease_s)  # type: ignore[arg-type]
@@ -143,6 +145,18 @@ async def test_without_a_registry_the_changed_worker_itself_tells_that_the_old_o
     scene.status = lambda: SimpleNamespace(record=AFTER if now_s() >= 5.0 else BEFORE)
     lines = await scene.gone(is_ending=False)
     assert lines[-1] == "left: another incarnation answers; the registry does not say so yet"
+    assert 5.0 <= now_s() < 7.0
+
+
+@virtual
+async def test_without_a_registry_a_process_that_ended_is_gone(monkeypatch) -> None:
+    scene = Scene(monkeypatch)
+    scene.trouble = "etcd did not answer in time"
+    scene.status = lambda: PeerGone("refused") if now_s() >= 5.0 else SimpleNamespace(record=BEFORE)
+    assert (await scene.gone(is_ending=True))[-2:] == [
+        "left: the registry is not heard: its key there ends with its lease",
+        "ended: its process answers no more",
+    ]
     assert 5.0 <= now_s() < 7.0
 
 
