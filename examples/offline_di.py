@@ -42,6 +42,7 @@ PROMPTS = (
 )
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=80)
 PEER_TIMEOUT_S = 60.0
+WORK_TIMEOUT_S = 3600.0  # a large model is loaded first, and all prompts answered
 
 
 def prefill_process(
@@ -143,7 +144,7 @@ def carry_out(name: str, run: Callable[[], Coroutine[None, None, None]]) -> None
 
 def received(connection: Connection) -> bytes:
     """The next message of the other process; it must come in time."""
-    if not connection.poll(PEER_TIMEOUT_S):
+    if not connection.poll(WORK_TIMEOUT_S):
         sys.exit("the other process said nothing in time")
     try:
         return connection.recv_bytes()

@@ -89,6 +89,16 @@ def test_offline_example_ends_where_the_first_token_ends_an_answer() -> None:
     assert re.search(r"^decode  1: pulled", out, re.MULTILINE)
 
 
+def test_offline_example_waits_for_a_model_that_is_long_in_loading() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'examples')\n"
+        "import offline_di\n"
+        "offline_di.PEER_TIMEOUT_S = 0.01\n"  # of this process: the others load it anew
+        "offline_di.main('examples/models/tiny-tales', ['Once upon a time'])"
+    )
+    assert re.search(r"^decode  '.+'$", run("-c", code), re.MULTILINE)
+
+
 def test_offline_example_says_why_it_cannot_begin() -> None:
     ended = subprocess.run(
         [sys.executable, "examples/offline_di.py", "/no/such/model"],
