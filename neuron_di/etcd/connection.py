@@ -81,8 +81,6 @@ class Connection:
     """
 
     def __init__(self, addresses: Sequence[str], security: Security) -> None:
-        if not addresses:
-            raise ConfigError("etcd needs at least one address")
         self._addresses = tuple(addresses)
         self._security = security
         self._endpoints: list[Endpoint] = []

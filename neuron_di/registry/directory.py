@@ -32,7 +32,6 @@ from neuron_di.obs import LimitedLogger
 from neuron_di.registry.embedded import KEYS_MAX
 from neuron_di.registry.record_reader import Fault, RecordReader, RefusedRecord
 from neuron_di.registry.registry import (
-    CountingRegistry,
     KeyChanged,
     KeyDeleted,
     RegistryEvent,
@@ -155,7 +154,7 @@ class Directory:
         Those that the registry left out, as no worker's or one too many, were not read here.
         """
         counts = {str(fault): num for fault, num in self.ignored.items()}
-        if isinstance(self._registry, CountingRegistry) and self._registry.num_dropped:
+        if self._registry.num_dropped:
             counts["unread"] = self._registry.num_dropped
         return counts
 

@@ -50,6 +50,8 @@ class EmbeddedRegistry:
     and never goes back.
     """
 
+    num_dropped = 0
+
     def __init__(self, clock: Callable[[], float] = now_s) -> None:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}

@@ -6,7 +6,7 @@ routes by a registry probes as well.
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import NewType, Protocol, runtime_checkable
+from typing import NewType, Protocol
 
 LeaseId = NewType("LeaseId", int)
 
@@ -63,6 +63,8 @@ RegistryEvent = KeyChanged | KeyDeleted | Snapshot
 class WatchableRegistry(Protocol):
     """What a directory needs."""
 
+    num_dropped: int  # keys so far that it did not tell of, as nobody's or too many
+
     def watch(self, prefix: str) -> AsyncGenerator[RegistryEvent, None]:
         """What happens to the keys with this prefix: a Snapshot, then each change in order.
 
@@ -74,10 +76,3 @@ class WatchableRegistry(Protocol):
     def trouble(self) -> str:
         """Why nothing is heard from it now, in words; empty while all is well. At once."""
         ...
-
-
-@runtime_checkable
-class CountingRegistry(Protocol):
-    """A registry that tells of no more than is useful."""
-
-    num_dropped: int  # keys so far that it did not tell of

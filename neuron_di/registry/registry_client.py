@@ -59,6 +59,8 @@ class RegistryClient:
     with PeerGone. `num_malformed` counts answers that could not be understood.
     """
 
+    num_dropped = 0
+
     def __init__(self, address: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._address = address
         self._call_timeout_s = call_timeout_s

@@ -34,6 +34,8 @@ def virtual(test):
 class Told:
     """A registry whose events, and troubles, are a test's."""
 
+    num_dropped = 0
+
     def __init__(self):
         self.events = asyncio.Queue()
         self.words = ""

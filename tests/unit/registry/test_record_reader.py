@@ -144,6 +144,8 @@ async def test_100_000_keys_hold_up_nobody_else(make_record, wait_workers, caplo
     values[record.key()] = encode_json(record)
 
     class Flooded:
+        num_dropped = 0
+
         async def watch(self, prefix):
             yield Snapshot(values)
             await asyncio.Event().wait()
