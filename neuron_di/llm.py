@@ -48,8 +48,8 @@ class LLM:
     """Owns the model. Close it, or use it in a `with`, to give the memory back.
 
     Any thread may call it; calls wait for each other. A process that is forked from one that has
-    computed may make one with threads=1 only. `options` are those of `EngineOptions`: dtype,
-    decode_batch, threads, num_blocks, ...
+    computed may make one with threads=1 only. `options` are a worker's for computing, by
+    their keys: device, dtype, decode_batch, threads, num_blocks, batch_invariant, ...
     """
 
     def __init__(self, model: str, **options: Any) -> None:

@@ -52,16 +52,19 @@ def load_options(
 
 
 def options_of_values(options_class: type[T], values: Mapping[str, object]) -> T:
-    """Options as a script gives them: by name, each checked as a flag's value is.
+    """Options as a script gives them: by key, each checked as a flag's value is.
 
-    A nested set is given whole, as it is. Raises ConfigError, or TypeError for an unknown name.
+    Raises ConfigError, or TypeError for an unknown name.
     """
     specs = specs_of(options_class)
-    checked = dict(values)
-    for name, spec in specs.items():
-        if name in values and not (spec.is_optional and values[name] is None):
-            checked[name] = parse_value(spec, values[name], name)
-    return options_class(**checked)
+    checked: dict[str, object] = {}
+    for name, value in values.items():
+        if name not in specs:
+            near = nearest(name, _suggestible(specs))
+            raise TypeError(f"unknown option {name!r}; the nearest valid one is {near!r}")
+        is_none = specs[name].is_optional and value is None
+        checked[name] = None if is_none else parse_value(specs[name], value, name)
+    return build(options_class, checked)
 
 
 def refused_variables(environ: Mapping[str, str]) -> dict[str, str]:
