@@ -70,6 +70,7 @@ class Landing:
         self._waiting: deque[Ask] = deque()
         self._lent: dict[int, Callable[[], None]] = {}  # start to who recalls it, as taken
         self._recalled: set[int] = set()  # starts of what will be freed soon
+        self._is_serving = False
 
     async def open(self, wanted_bytes: int = 0) -> None:
         """Allocate it, unless it is there. ConfigError when the memory cannot be had.
@@ -201,6 +202,15 @@ class Landing:
     def _serve(self) -> None:
         """Give room to those that wait, in order, as long as there is some for the first."""
         assert self._memory is not None or not self._waiting, "open() comes first"
+        if self._is_serving:  # who is recalled frees, and who is answered may ask: it is seen below
+            return
+        self._is_serving = True
+        try:
+            self._serve_waiting()
+        finally:
+            self._is_serving = False
+
+    def _serve_waiting(self) -> None:
         while self._waiting and self._memory is not None:
             ask = self._waiting[0]
             start = self._fit(ask.num_bytes)

@@ -251,3 +251,27 @@ async def test_pieces_that_do_not_touch_are_recalled_until_one_is_large_enough(l
     landing.free(rooms[1])
     landing.free(rooms[0])
     landing.free(answers[0])
+
+
+async def test_any_number_of_rooms_is_recalled_at_once():
+    landing, recalled = Landing(Lanes(), 1000 * PAGE), []
+    await landing.open()
+    for _ in range(1000):
+        lend(landing, 1, recalled)
+    landing.free(take(landing, 1000))
+    assert len(recalled) == 1000
+    landing.check_integrity()
+
+
+async def test_who_is_answered_may_ask_again_and_is_served(landing):
+    answers = []
+
+    def ask_again(room):
+        landing.free(room)
+        landing.ask(3 * PAGE, 30.0, answers.append)
+        landing.ask(8 * PAGE, 30.0, answers.append)
+
+    landing.ask(8 * PAGE, 30.0, ask_again)
+    (first,) = answers
+    landing.free(first)
+    landing.free(answers[1])
