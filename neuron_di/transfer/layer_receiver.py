@@ -20,12 +20,7 @@ from numpy.typing import NDArray
 
 from neuron_di.clock import now_s
 from neuron_di.config import HandOverOptions
-from neuron_di.errors import (
-    LocalProtocolError,
-    NeuronDiError,
-    PeerError,
-    RemoteProtocolError,
-)
+from neuron_di.errors import LocalProtocolError, NeuronDiError, PeerError, RemoteProtocolError
 from neuron_di.obs import get_logger
 from neuron_di.transfer.counters import HandOverCounters
 from neuron_di.transfer.kv_plan import are_block_ids
@@ -51,7 +46,6 @@ class _Stream:
     num_pieces: int = 0
     open: dict[int, Receive] = field(default_factory=dict)  # by piece
     waiting: deque[LayerReady] = field(default_factory=deque)
-    has_failed: bool = False
     is_over: bool = False
     kv_bytes: int = 0
     claimed_s: float = 0.0
@@ -80,7 +74,7 @@ class LayerReceiver:
         self._counters = counters
         self._link = link
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[Key, _Stream | None] = {}  # None: there is no room for it
+        self._streams: dict[Key, _Stream | None] = {}  # None: it is pulled as a whole
         self._num_open = 0
         self._ready: deque[_Stream] = deque()  # those with pieces that wait to be posted
 
@@ -90,10 +84,10 @@ class LayerReceiver:
         if key not in self._streams:
             self._streams[key] = self._open(key, message.num_blocks)
         stream = self._streams[key]
-        if stream is None or stream.has_failed:
+        if stream is None:
             return
         if message.piece != stream.num_pieces:  # one was lost, or came twice
-            stream.has_failed = True
+            self._give_up(key)
             return
         blocks = slice(message.first_block, message.first_block + len(message.block_ids))
         if (
@@ -123,7 +117,6 @@ class LayerReceiver:
             stream is None
             or ready is None
             or entry.num_held
-            or stream.has_failed
             or not stream.announced.all()
             or stream.announced.shape[1] != len(ready.block_ids)
         ):
@@ -178,14 +171,15 @@ class LayerReceiver:
 
     def _open(self, key: Key, num_blocks: int) -> _Stream | None:
         layout = self._receiver.layout.without_replicas()
-        room = self._landing.take(num_blocks * layout.block_bytes, partial(self._recall, key))
+        room = self._landing.take(num_blocks * layout.block_bytes, partial(self._give_up, key))
         if room is None:
             return None
         shape = (layout.num_layers, num_blocks)
         return _Stream(room, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
 
-    def _recall(self, key: Key) -> None:
-        """Somebody who has a slot waits for room; this request may wait for just that slot."""
+    def _give_up(self, key: Key) -> None:
+        """It is pulled as a whole: a piece failed, or somebody who has a slot waits for room, and
+        this request may wait for just that slot."""
         if key in self._streams:  # else it is over, and its room free once nothing writes to it
             self.end(key)
             self._streams[key] = None
@@ -272,10 +266,10 @@ class LayerReceiver:
         stream.on_settled()
 
     def _fail(self, key: Key, stream: _Stream) -> None:
-        """The whole KV will be pulled. What still comes of the layers lands in vain."""
-        stream.has_failed = True
-        if not stream.is_over and stream.entry is not None:
-            self.end(key)
+        if stream.is_over:
+            return
+        self._give_up(key)
+        if stream.entry is not None:
             stream.on_settled()
 
     def _free(self, stream: _Stream) -> None:

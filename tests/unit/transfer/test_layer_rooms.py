@@ -78,6 +78,24 @@ async def test_the_room_of_a_piece_that_is_on_its_way_is_nobody_elses(cluster):
     scene.prefill.buffer.drop(R, 0, "over")
 
 
+async def test_a_piece_that_failed_leaves_no_room_to_layers_that_would_come_in_vain(cluster):
+    held = []
+    scene = Scene(cluster, slow_engine(held))
+    asking = await scene.look_up()
+    list(scene.compute())
+    landing = scene.decode.connector.landing
+    await until(lambda: held)
+    held.pop().complete(KvMissing("it was not there"))
+    while held:
+        held.pop().complete()
+    await until(lambda: landing.num_bytes_asked == 0)
+    await asyncio.sleep(0)
+    assert not held
+    scene.park()
+    token = await end_of(scene.decode.buffer(scene.prefill).pull(await asking, OWN))
+    assert token.error() is None
+
+
 async def test_nothing_is_kept_of_a_request_that_is_over_when_its_room_is_recalled(cluster):
     held, given = [], []
     scene = Scene(cluster, slow_engine(held), landing_bytes=4 * WIDE.block_bytes)
