@@ -47,9 +47,9 @@ async def test_the_preferred_one_is_taken_and_the_pull_names_it(prefill, decode)
     assert token.error() is None
     assert (token.engine, token.form) == ("fast", "direct")
     assert lane_of(decode, prefill) == ("fast", "fast: chosen", False)
+    await until(lambda: prefill.ended)
     assert len(engines(prefill)["fast"].sent) == 1
     assert engines(prefill)["safe"].sent == []
-    await until(lambda: prefill.ended)
     done = prefill.ended[0][1]
     assert (done.engine, done.form, done.kv_bytes) == ("fast", "direct", 2 * LAYOUT.block_bytes)
 
@@ -317,6 +317,7 @@ async def test_only_blocks_that_are_missing_move(prefill, decode, num_held):
     assert token.kv_bytes == (3 - num_held) * LAYOUT.block_bytes
     values = [float(decode.pool.tensor()[n].max()) for n in own]
     assert values == [-1.0] * num_held + [3.0, 4.0, 9.0][num_held:]
+    await until(lambda: prefill.ended)
     (send,) = engines(prefill)["fast"].sent
     assert list(send.block_ids) == [3, 4, 9][num_held:]
     assert list(send.exchange) == [7, 2, 5][num_held:]
@@ -339,6 +340,7 @@ async def test_the_tag_is_the_same_at_both_ends_and_no_others(prefill, decode, c
     for name in (R, "r2", "r3"):
         prefill.park(name, (3, 4))
         assert (await decode.hand_over(prefill, [0, 1], name)).error() is None
+    await until(lambda: len(prefill.ended) == len(tags))
     assert [send.tag for send in engines(prefill)["fast"].sent] == tags
     assert len(set(tags)) == 3
     assert all(0 <= tag < 1 << 64 for tag in tags)
