@@ -27,7 +27,6 @@ from neuron_di.errors import (
 from neuron_di.kv import ArenaPool, Group, KvLayout, Memory, as_ids, ids_below
 from neuron_di.obs import get_logger
 from neuron_di.transfer.copy_thread import JOIN_S
-from neuron_di.transfer.run_bounds import block_indices
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import HandoverRegion, Region
@@ -220,7 +219,7 @@ class HandoverEngine:
         if not len(offered):
             return RemoteProtocolError("a transfer of nothing")
         # Behind the blocks that were granted there is no memory: nobody may read there.
-        source_ids = block_indices(source, ownership.arena.num_granted)
+        source_ids = ids_below(source.block_ids, ownership.arena.num_granted)
         if source_ids is None:
             return RemoteProtocolError("the prefill worker named a block outside of the arena")
         if not all(0 <= generation <= GENERATION_MAX for generation in source.generations):

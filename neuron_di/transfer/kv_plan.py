@@ -37,13 +37,9 @@ def transfer_tag(
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
-def are_block_ids(ids: BlockIds) -> bool:
-    """Whether a peer's numbers can be ids of blocks at all. Of which pool, engines know."""
-    return block_ids_of(ids) is not None
-
-
 def block_ids_of(ids: BlockIds) -> Ints | None:
-    """A peer's ids as an array, by which a list is read once; None where they can be none."""
+    """A peer's ids as an array, by which a list is read once; None where they cannot be ids of
+    blocks at all. Of which pool, engines know."""
     return ids_below(ids, BLOCK_ID_MAX + 1)
 
 

@@ -9,7 +9,7 @@ from neuron_di.errors import RemoteProtocolError
 from neuron_di.kv import KvLayout
 from neuron_di.transfer.geometry import layout_fields, peer_layout
 from neuron_di.transfer.identity import LocalWorker
-from neuron_di.transfer.kv_plan import are_block_ids, is_direct, kv_runs, transfer_tag
+from neuron_di.transfer.kv_plan import block_ids_of, is_direct, kv_runs, transfer_tag
 from neuron_di.transfer.lanes import LaneSet
 from neuron_di.transfer.send_peers import Peer
 from neuron_di.transfer.transfer_engine import Send, TransferToken
@@ -42,7 +42,7 @@ class KvSender:
         self._lanes.check_accepted(peer.incarnation, pull.engine)
         if len(pull.block_ids) != peer.layout.num_blocks_for(ready.num_tokens):
             raise RemoteProtocolError("a pull for another number of blocks than hold this KV")
-        if not are_block_ids(pull.block_ids):
+        if block_ids_of(pull.block_ids) is None:
             raise RemoteProtocolError("a pull into what are no blocks")
         if pull.num_held >= len(ready.block_ids):
             raise RemoteProtocolError("a pull of nothing")

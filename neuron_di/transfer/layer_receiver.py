@@ -23,7 +23,7 @@ from neuron_di.config import HandOverOptions
 from neuron_di.errors import LocalProtocolError, NeuronDiError, PeerError, RemoteProtocolError
 from neuron_di.obs import get_logger
 from neuron_di.transfer.counters import HandOverCounters
-from neuron_di.transfer.kv_plan import are_block_ids
+from neuron_di.transfer.kv_plan import block_ids_of
 from neuron_di.transfer.kv_receiver import KvReceiver
 from neuron_di.transfer.landing import Landing, Room
 from neuron_di.transfer.prefill_link import PrefillLink
@@ -95,7 +95,7 @@ class LayerReceiver:
             or message.layer >= len(stream.announced)
             or not message.block_ids
             or len(message.block_ids) != len(message.generations)
-            or not are_block_ids(message.block_ids)
+            or block_ids_of(message.block_ids) is None
             or blocks.stop > message.num_blocks
             or stream.announced[message.layer, blocks].any()
         ):
@@ -214,10 +214,8 @@ class LayerReceiver:
         try:
             return self._receiver.lane.post_receive(receive)
         except Exception as error:  # a receive that was never posted must not be waited for
-            token = TransferToken()
             bug = LocalProtocolError(f"no receive was posted: {type(error).__name__}")
-            token.complete(error if isinstance(error, PeerError) else bug)
-            return token
+            return TransferToken.over(error if isinstance(error, PeerError) else bug)
 
     def _on_done(self, stream: _Stream, message: LayerReady, token: TransferToken) -> None:
         """On the thread that ended it."""

@@ -180,9 +180,7 @@ class RecvBuffer:
         key = (ready.request_id, ready.attempt)
         entry = self._entries.get(key)
         if entry is None:  # it was lost a moment ago
-            token = Arrival()
-            token.complete(self._link.broken or KvMissing("the KV was given up"))
-            return token
+            return Arrival.over(self._link.broken or KvMissing("the KV was given up"))
         receiver = self._receiver
         assert receiver is not None, "nothing is ready before it is connected"
         entry.block_ids, entry.num_held = block_ids, num_held

@@ -1,19 +1,18 @@
-"""What a receive may touch: checked by every transfer engine before it starts.
+"""What a transfer may touch: checked by every transfer engine before it starts.
 
-A receive's runs follow from ids that came from another process. So they are never trusted:
-nothing outside of what the peer registered is read, nothing outside of what this worker
-registered is written, and no byte is written twice.
+Its runs follow from ids that came from another process. So they are never trusted: nothing
+outside of what the peer registered is read, nothing outside of what this worker registered is
+written, and no byte is written twice.
 """
 
 import threading
 
 import numpy as np
-from numpy.typing import NDArray
 
 from neuron_di.errors import LocalProtocolError, NeuronDiError, RemoteProtocolError
-from neuron_di.kv import KvPool, Memory, Runs, ids_below
+from neuron_di.kv import BlockIds, KvPool, Memory, Runs, ids_below
 from neuron_di.kv.runs import Ints
-from neuron_di.transfer.transfer_engine import BlockSource, Receive
+from neuron_di.transfer.transfer_engine import Receive
 from neuron_di_bindings.block_runs import are_sound
 
 _INT64 = np.dtype(np.int64)
@@ -49,21 +48,27 @@ class OwnMemories:
                 break
         else:
             return RemoteProtocolError("a transfer into memory that was not registered")
-        runs, ids = receive.runs, receive.source.block_ids
+        ids = receive.source.block_ids
         if len(ids) != len(receive.source.generations):
             return RemoteProtocolError("the prefill worker offered another number of generations")
-        rows = runs.source_offsets, runs.destination_offsets, runs.lengths
-        has_tensors = runs.source_tensors is not None or runs.destination_tensors is not None
-        if not has_tensors and are_sound(*rows, ids, peer_bytes, part.num_bytes, peer_blocks):
-            return None
-        if ids_below(ids, peer_blocks) is None:
-            return RemoteProtocolError("the prefill worker named a block outside of its pool")
-        return runs_refusal(runs, peer_bytes, part.num_bytes)
+        return _refusal(receive.runs, peer_bytes, part.num_bytes, ids, peer_blocks)
 
 
-def block_indices(source: BlockSource, num_blocks: int) -> NDArray[np.int64] | None:
-    """The source's block ids as an array; None where one is not in a pool of this size."""
-    return ids_below(source.block_ids, num_blocks)
+def send_refusal(runs: Runs, pool_bytes: int) -> NeuronDiError | None:
+    """Why these runs are not sent from a pool of this size; None: they are."""
+    return _refusal(runs, pool_bytes, _INT64_MAX, (), 0)
+
+
+def _refusal(
+    runs: Runs, source_bytes: int, destination_bytes: int, ids: BlockIds, ids_end: int
+) -> NeuronDiError | None:
+    rows = runs.source_offsets, runs.destination_offsets, runs.lengths
+    has_tensors = runs.source_tensors is not None or runs.destination_tensors is not None
+    if not has_tensors and are_sound(*rows, ids, source_bytes, destination_bytes, ids_end):
+        return None
+    if ids_below(ids, ids_end) is None:
+        return RemoteProtocolError("the prefill worker named a block outside of its pool")
+    return runs_refusal(runs, source_bytes, destination_bytes)
 
 
 def runs_refusal(
@@ -113,7 +118,7 @@ def slot_refusal(receive: Receive, pool: KvPool, peer_blocks: int) -> NeuronDiEr
         return RemoteProtocolError("the lists of a transfer's blocks do not fit each other")
     if not len(ids):
         return RemoteProtocolError("a transfer of nothing")
-    if block_indices(source, peer_blocks) is None:
+    if ids_below(source.block_ids, peer_blocks) is None:
         return RemoteProtocolError("the prefill worker named a block outside of its pool")
     if ids_below(ids, pool.num_blocks) is None:
         return LocalProtocolError("a transfer into what is no block of the pool")

@@ -316,9 +316,8 @@ class SendBuffer:
                 try:
                     entry.send = self._sender.post(cause.peer, cause.pull, entry.ready)
                 except Exception as bug:  # a send that was never posted must not be waited for
-                    entry.send = TransferToken()
                     error = LocalProtocolError(f"no send was posted: {type(bug).__name__}")
-                    entry.send.complete(error)
+                    entry.send = TransferToken.over(error)
                 entry.send.on_done(lambda send: self._on_sent(key, entry, send))
             case _ACTION.RELEASE:
                 assert cause.done is not None, "only Done releases"

@@ -130,7 +130,7 @@ class TcpReceiver:
         if error is None:
             error = self._ask(receive, token)
         if error is not None:
-            end_tokens([(token, error)])
+            complete_token(token, error)
         return token
 
     def _ask(self, receive: Receive, token: TransferToken) -> NeuronDiError | None:

@@ -23,8 +23,9 @@ from neuron_di.errors import (
     PeerGone,
     RemoteProtocolError,
 )
-from neuron_di.kv import KvPool, Runs
+from neuron_di.kv import KvPool
 from neuron_di.kv.device_pool import DevicePool
+from neuron_di.transfer.run_bounds import send_refusal
 from neuron_di.transfer.tcp_frames import (
     CANCEL,
     DATA,
@@ -37,8 +38,8 @@ from neuron_di.transfer.tcp_frames import (
     part_of,
     read_frame,
 )
-from neuron_di.transfer.tcp_receiver import end_tokens
 from neuron_di.transfer.tcp_stream import Stream
+from neuron_di.transfer.token_thread import complete_token
 from neuron_di.transfer.transfer_engine import Send, TransferToken, deadline_of
 from neuron_di.types import BlockId
 
@@ -104,7 +105,7 @@ class TcpSender:
     def post(self, send: Send) -> TransferToken:
         """Let the peer have these bytes of the pool."""
         token = TransferToken()
-        refusal = _refusal(send.runs, self._memory.num_bytes)
+        refusal = send_refusal(send.runs, self._memory.num_bytes)
         num_bytes = 0 if refusal else send.runs.num_bytes
         ended: _Ended = []
         with self._lock:
@@ -373,23 +374,9 @@ class TcpSender:
                 if brought and self._device is not None:
                     self._device.drop_mirror(brought)  # while the blocks are still this send's
             finally:
-                end_tokens([(token, error)])
+                complete_token(token, error)
 
     def _send_only(self, outlet: _Outlet, message: bytes) -> None:
         nothing = np.zeros(0, np.int64)
         deadline = deadline_of(len(message), outlet.stream.silence_s)
         outlet.stream.send_runs(message, 0, nothing, nothing, deadline)
-
-
-def _refusal(runs: Runs, num_bytes: int) -> NeuronDiError | None:
-    """Why these runs are not sent from memory of this size; None: they are."""
-    offsets, lengths = runs.source_offsets, runs.lengths
-    if runs.source_tensors is not None or runs.destination_tensors is not None:
-        return RemoteProtocolError("a transfer between several tensors")
-    if any(row.dtype != np.int64 or row.shape != (len(lengths),) for row in (offsets, lengths)):
-        return RemoteProtocolError("the lists of a transfer's runs do not fit each other")
-    if not len(lengths) or lengths.min() <= 0:
-        return RemoteProtocolError("a transfer's run is empty")
-    if offsets.min() < 0 or (offsets > num_bytes - lengths).any():
-        return RemoteProtocolError("a transfer's run lies outside of the pool")
-    return None

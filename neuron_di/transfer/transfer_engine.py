@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import NeuronDiError
@@ -49,7 +49,7 @@ class TransferToken:
         self.adopted_ids: list[BlockId] | None = None
 
     @classmethod
-    def over(cls, error: NeuronDiError | None = None) -> "TransferToken":
+    def over(cls, error: NeuronDiError | None = None) -> Self:
         """Of a transfer that needs nothing, or that must not begin."""
         token = cls()
         token.complete(error)

@@ -1,5 +1,5 @@
 /* Copies of KV between memories: byte runs, and vectors of other strides and number formats.
- * Loaded by ctypes. The caller has checked every bound. */
+ * Part of _kv_copy.c. The caller has checked every bound. */
 #include <stdint.h>
 #include <string.h>
 
@@ -83,12 +83,6 @@ void copy_runs(char *dst, const char *src, const int64_t *dst_offsets, const int
     }
     if (streams) end_streams();
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-}
-
-/* copy_runs of one run that begins at both addresses. */
-void copy_run(char *dst, const char *src, int64_t length) {
-    const int64_t zero = 0;
-    copy_runs(dst, src, &zero, &zero, &length, 1);
 }
 
 typedef enum { FLOAT32, BFLOAT16, FLOAT16 } Format;
