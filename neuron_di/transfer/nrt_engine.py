@@ -29,6 +29,7 @@ from neuron_di.errors import (
 )
 from neuron_di.kv import DeviceKv, KvGeometry, KvLayout, KvPool, Memory
 from neuron_di.obs import get_logger
+from neuron_di.transfer.copy_thread import CopyThread
 from neuron_di.transfer.data_address import data_address
 from neuron_di.transfer.nrt_connections import PROBE_BYTES, Connections
 from neuron_di.transfer.nrt_cores import neuron_pool, open_driver
@@ -41,7 +42,6 @@ from neuron_di.transfer.nrt_sender import NrtSender
 from neuron_di.transfer.run_bounds import slot_refusal
 from neuron_di.transfer.tcp_proof import pair_secret
 from neuron_di.transfer.tcp_tls import open_tls
-from neuron_di.transfer.token_thread import TokenThread
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import Incarnation
 from neuron_di.wire import NrtRegion, Region
@@ -100,7 +100,7 @@ class NrtEngine:
         self._driver = open_driver(device, PROBE_BYTES)
         self.how = self._driver.how
         self._connections = Connections(self._driver, device.lncs)
-        self._tokens = TokenThread("kv-nrt-done")
+        self._tokens = CopyThread("kv-nrt-done")
         self._poster = Poster("kv-nrt", self._driver.flush, self._device_failed)
         self._links = NrtLinks(
             self._pool,
@@ -251,7 +251,7 @@ class NrtEngine:
         deadline = Deadline.after(self._times.close_s)
         self._poster.end(deadline)
         self._tokens.end()
-        self._tokens.join(deadline)
+        self._tokens.join(deadline.remaining_s())
         self._driver.close()
 
     def _geometry_of(self, region: NrtRegion, layout: KvLayout) -> KvGeometry:

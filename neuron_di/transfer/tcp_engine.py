@@ -22,6 +22,7 @@ from neuron_di.config import TransferOptions
 from neuron_di.errors import NeuronDiError, PeerGone, PeerRefused, PeerTimeout
 from neuron_di.kv import KvLayout, KvPool, Memory
 from neuron_di.obs import LimitedLogger
+from neuron_di.transfer.copy_thread import CopyThread
 from neuron_di.transfer.data_address import data_address
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.tcp_claims import ClaimWatch
@@ -31,7 +32,6 @@ from neuron_di.transfer.tcp_receiver import TcpReceiver
 from neuron_di.transfer.tcp_sender import TcpSender
 from neuron_di.transfer.tcp_stream import Stream, stream_of, tune
 from neuron_di.transfer.tcp_tls import open_tls
-from neuron_di.transfer.token_thread import TokenThread
 from neuron_di.transfer.transfer_engine import MOVING_S_MAX, Receive, Send, TransferToken
 from neuron_di.types import Incarnation
 from neuron_di.wire import Region, TcpRegion
@@ -63,10 +63,6 @@ class _Connected:
     attempt: int
 
 
-def _any_address(host: str, port: int) -> str:  # noqa: ARG001
-    return ""
-
-
 class TcpEngine:
     """Owns a port, once a decode worker was accepted, and the connections to its peers.
 
@@ -85,7 +81,7 @@ class TcpEngine:
         *,
         host: str = "127.0.0.1",
         announced_host: str | None = None,
-        why_refused: Callable[[str, int], str] = _any_address,
+        why_refused: Callable[[str, int], str] = lambda _host, _port: "",
         times: TcpTimes | None = None,
     ) -> None:
         self._options = options or TransferOptions()
@@ -108,7 +104,7 @@ class TcpEngine:
         self._ending: list[TcpReceiver] = []  # their threads may still run
         self._log_lock = threading.Lock()
         self._refusals = LimitedLogger(__name__)
-        self._token_thread = TokenThread("kv-tcp-done")
+        self._token_thread = CopyThread("kv-tcp-done")
 
     def local_region(self, peer: Incarnation) -> Region:
         """With a secret for this peer, which is of no use to another."""
@@ -280,7 +276,7 @@ class TcpEngine:
         if self._listener is not None:
             self._listener.close(deadline)
         self._token_thread.end()
-        self._token_thread.join(deadline)
+        self._token_thread.join(deadline.remaining_s())
         if self._claims is not None:
             self._claims.end()
             self._claims.join(deadline)

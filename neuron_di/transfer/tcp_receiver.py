@@ -21,6 +21,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
 )
 from neuron_di.obs import get_logger
+from neuron_di.transfer.copy_thread import CopyThread, complete_token
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.tcp_frames import (
     CANCEL,
@@ -36,7 +37,6 @@ from neuron_di.transfer.tcp_frames import (
     read_frame,
 )
 from neuron_di.transfer.tcp_stream import Stream
-from neuron_di.transfer.token_thread import TokenThread, complete_token
 from neuron_di.transfer.transfer_engine import Receive, TransferToken, deadline_of
 from neuron_di.types import Incarnation
 from neuron_di_bindings.process import lower_thread_priority
@@ -89,7 +89,7 @@ class TcpReceiver:
         streams: Sequence[Stream],
         own: OwnMemories,
         peer_bytes: int,
-        token_thread: TokenThread,
+        token_thread: CopyThread,
     ) -> None:
         """Owns the streams also where this fails: PeerGone where no thread is left."""
         self._peer = peer

@@ -25,6 +25,7 @@ from neuron_di.errors import (
 )
 from neuron_di.kv import KvPool
 from neuron_di.kv.device_pool import DevicePool
+from neuron_di.transfer.copy_thread import complete_token
 from neuron_di.transfer.run_bounds import send_refusal
 from neuron_di.transfer.tcp_frames import (
     CANCEL,
@@ -39,7 +40,6 @@ from neuron_di.transfer.tcp_frames import (
     read_frame,
 )
 from neuron_di.transfer.tcp_stream import Stream
-from neuron_di.transfer.token_thread import complete_token
 from neuron_di.transfer.transfer_engine import Send, TransferToken, deadline_of
 from neuron_di.types import BlockId
 

@@ -30,7 +30,6 @@ from neuron_di.transfer.tcp_frames import DATA, FRAME_BYTES, WANT, Frame, read_f
 from neuron_di.transfer.tcp_proof import answer
 from neuron_di.transfer.tcp_receiver import TcpReceiver
 from neuron_di.transfer.tcp_stream import Stream
-from neuron_di.transfer.token_thread import TokenThread
 from neuron_di.transfer.transfer_engine import MOVING_S_MAX, Send, TransferToken, deadline_of
 from neuron_di.wire import TcpRegion
 
@@ -137,14 +136,14 @@ def test_a_receive_is_read_while_another_is_verified():
         assert [wait(send) for send in sends] == [None, None]
 
 
-def test_a_token_thread_completes_what_comes_after_its_end():
-    thread = TokenThread("test")
+def test_a_thread_completes_what_comes_after_its_end():
+    thread = CopyThread("test")
     tokens = [TransferToken(), TransferToken()]
     thread.complete(tokens[0], None, is_short=False)
     thread.end()
     thread.complete(tokens[1], None, is_short=False)
     assert [wait(token) for token in tokens] == [None, None]
-    thread.join(Deadline.after(WAIT_S))
+    thread.join(WAIT_S)
 
 
 def test_a_receiving_thread_that_dies_ends_its_receives(monkeypatch):
