@@ -18,10 +18,10 @@ from neuron_di.kv import KvLayout, KvPool, Memory
 from neuron_di.kv.device_memory import MARK_BYTES
 from neuron_di.kv.device_pool import DevicePool
 from neuron_di.obs import get_logger
-from neuron_di.transfer.copy_thread import CopyThread
 from neuron_di.transfer.cuda_reader import CudaReader
 from neuron_di.transfer.cuda_run_copier import CudaRunCopiers
 from neuron_di.transfer.domain import this_machine
+from neuron_di.transfer.peer_readers import Readers
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import Incarnation
@@ -56,8 +56,7 @@ class CudaIpcEngine:
         self._pinned: list[int] = []
         self._unpinned: list[Memory] = []
         self._lock = threading.Lock()
-        self._readers: dict[Incarnation, CudaReader] = {}
-        self._ending: list[CopyThread] = []
+        self._readers: Readers[CudaReader] = Readers()
         self._is_closed = False
         self._region = CudaIpcRegion(
             memory_handle=pool.memory_handle,
@@ -90,22 +89,16 @@ class CudaIpcEngine:
     def connect(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
         if not isinstance(region, CudaIpcRegion):
             raise PeerRefused("the peer's pool is not in GPU memory of this host")
-        reader = CudaReader(
-            self._pool, peer, region, layout, copiers=self._copiers, timeout_s=self._timeout_s
-        )
-        try:
-            reader.connect()
-        except BaseException:
-            with self._lock:
-                self._end(reader)
-            raise
-        with self._lock:
-            previous = self._readers.pop(peer, None)
-            if previous is not None:
-                self._end(previous)
-            self._readers[peer] = reader
-            if self._is_closed:
-                self._end(reader)
+        with self._readers.connecting():
+            reader = CudaReader(
+                self._pool, peer, region, layout, copiers=self._copiers, timeout_s=self._timeout_s
+            )
+            try:
+                reader.connect()
+            except BaseException:
+                self._readers.end(reader)
+                raise
+            self._readers.put(peer, reader)
 
     def accept(self, peer: Incarnation, region: Region, layout: KvLayout) -> None:
         """Nothing to do: the pool is exported."""
@@ -147,28 +140,18 @@ class CudaIpcEngine:
         return self.commit(peer, receive)  # which only looks
 
     def disconnect(self, peer: Incarnation) -> None:
-        with self._lock:
-            reader = self._readers.pop(peer, None)
-            if reader is not None:
-                self._end(reader)
+        self._readers.drop(peer)
 
     def close(self) -> None:
+        self._readers.close()
         with self._lock:
             self._is_closed = True
-            for reader in self._readers.values():
-                self._end(reader)
-            ending, pinned = self._ending, self._pinned
-            self._pinned = []
-        for thread in ending:
-            thread.join()
+            pinned, self._pinned = self._pinned, []
         with contextlib.suppress(CudaError), self._runtime.on_device(self._pool.device):
             self._copiers.close()
         for address in pinned:
             with contextlib.suppress(CudaError), self._runtime.on_device(self._pool.device):
                 self._runtime.unpin(address)  # fails where the device has failed
-
-    def _end(self, reader: CudaReader) -> None:
-        self._ending = [one for one in self._ending if one.is_alive()] + [reader.end()]
 
 
 def _uuid_of(pool: DevicePool) -> bytes:

@@ -16,8 +16,8 @@ from neuron_di.obs import get_logger
 from neuron_di.transfer.nixl_agent import NixlAgent
 from neuron_di.transfer.nixl_devices import devices_of
 from neuron_di.transfer.nixl_reader import NixlReader
-from neuron_di.transfer.nixl_readers import Readers
 from neuron_di.transfer.nixl_serving import ServingAgents
+from neuron_di.transfer.peer_readers import Readers
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import Incarnation

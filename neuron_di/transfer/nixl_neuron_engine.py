@@ -24,10 +24,10 @@ from neuron_di.transfer.nixl_agent import NixlAgent
 from neuron_di.transfer.nixl_engine import TRANSFER_TIMEOUT_S
 from neuron_di.transfer.nixl_fence import Fence
 from neuron_di.transfer.nixl_neuron_reader import NixlNeuronReader, OwnDevice
-from neuron_di.transfer.nixl_readers import Readers
 from neuron_di.transfer.nixl_serving import ServingAgents
 from neuron_di.transfer.nixl_tensors import DeviceMemory, neuron_pool, own_memory, peer_memory
 from neuron_di.transfer.nrt_plan import DevicePlan, device_fields, device_geometry
+from neuron_di.transfer.peer_readers import Readers
 from neuron_di.transfer.run_bounds import slot_refusal
 from neuron_di.transfer.transfer_engine import Receive, Send, TransferToken
 from neuron_di.types import Incarnation

@@ -36,16 +36,12 @@ class PeerReader:
         """Last: until then the agent is its caller's to close."""
         self._thread = CopyThread("kv-transfer-nixl")
 
-    def end(self) -> None:
-        """Read what was posted, within ENDING_S, then forget the peer. Returns at once."""
+    def end(self) -> CopyThread:
+        """Read what was posted, within ENDING_S, then forget the peer: what remains is the thread.
+        Returns at once."""
         self._agent.end_by(Deadline.after(ENDING_S))
         self._thread.end(self._agent.close)
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread
 
     def _receive(self, read: Callable[[], object], source: BlockSource) -> NeuronDiError | None:
         """Read the bytes of these blocks, then whether they were kept. On the thread."""

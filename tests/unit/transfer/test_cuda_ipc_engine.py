@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from contextlib import closing, contextmanager
 
 import msgspec
@@ -11,7 +13,7 @@ import pytest
 from contract.cuda_pair import NUM_SMALL, PEER, SMALL, UNTOUCHED, cuda_decode, cuda_peer, ended
 from contract.fake_cuda import WHY_NOT, make_pool
 
-from neuron_di.errors import ConfigError, NeuronDiError, PeerError, PeerGone, PeerRefused
+from neuron_di.errors import ConfigError, PeerError, PeerGone, PeerRefused
 from neuron_di.kv import KvPool, Memory
 from neuron_di.transfer import cuda_run_copier
 from neuron_di.transfer.cuda_ipc_engine import CudaIpcEngine
@@ -145,7 +147,7 @@ def test_what_was_opened_for_the_kernel_serves_the_next_peer_and_goes_at_the_end
         decode.connect(peer.region)
         check_scattered(decode)
         decode.engine.disconnect(PEER)
-        for thread in decode.engine._ending:
+        for thread in decode.engine._readers._ending:
             thread.join()
     assert [decode.steering.calls(name) for name in names[1::2]] == before[1::2]
     decode.engine.close()
@@ -342,7 +344,26 @@ def test_cuda_is_loaded_only_by_who_has_a_pool_there():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_an_engine_that_is_closed_connects_no_more_for_long(peer, decode):
+def test_an_engine_that_is_closed_connects_no_more(peer, decode):
     decode.engine.close()
-    decode.connect(peer.region)
-    assert isinstance(decode.move([0], [0]), NeuronDiError)
+    with pytest.raises(PeerGone, match="closed"):
+        decode.connect(peer.region)
+
+
+def test_what_connects_while_it_is_closed_leaves_no_memory_of_the_device(peer, decode):
+    names = ("cudaMalloc", "cudaFree", "cudaMallocHost", "cudaFreeHost", "cuModuleUnload")
+    steering = decode.steering
+    before = [steering.calls(name) for name in names]
+    opened = steering.calls("cudaIpcOpenMemHandle")
+    steering.delay(300_000)  # until it has read the peer's mark
+    try:
+        thread = threading.Thread(target=decode.connect, args=(peer.region,))
+        thread.start()
+        while steering.calls("cudaIpcOpenMemHandle") == opened:
+            time.sleep(0.001)
+        decode.engine.close()
+        thread.join()
+    finally:
+        steering.delay(0)
+    after = [steering.calls(name) for name in names]
+    assert [n - m for n, m in zip(after, before, strict=True)] == [1] * 5

@@ -16,7 +16,7 @@ from contract.transfer_pair import connected_pair
 from nixl_kit import LAYOUT, PREFILL, Native, two_ends, use_native
 
 from neuron_di.errors import PeerGone
-from neuron_di.transfer import nixl_readers
+from neuron_di.transfer import peer_readers
 from neuron_di.transfer.nixl_agent import NixlAgent
 
 pytestmark = pytest.mark.skipif(
@@ -148,7 +148,7 @@ def test_closing_waits_for_who_has_got_hold_of_memory(kind, gate, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["nixl_neuron", "nixl"])
 def test_closing_does_not_wait_for_ever(kind, gate, monkeypatch, caplog):
-    monkeypatch.setattr(nixl_readers, "CONNECTING_S", 0.05)
+    monkeypatch.setattr(peer_readers, "CONNECTING_S", 0.05)
     with of_kind(kind) as connecting:
         events = []
         gate_connections(monkeypatch, gate)
@@ -156,7 +156,7 @@ def test_closing_does_not_wait_for_ever(kind, gate, monkeypatch, caplog):
         with in_thread(connecting.connect, events, "connected"):
             assert gate.reached.wait(ENOUGH_S)
             connecting.engine.close()
-            assert "nixl_still_connects" in [one.getMessage() for one in caplog.records]
+            assert "reader_still_connects" in [one.getMessage() for one in caplog.records]
             gate.opened.set()
     assert events == ["the transfer engine is closed"]
 

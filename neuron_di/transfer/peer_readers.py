@@ -1,13 +1,13 @@
-"""The readers of an engine over NIXL, one for each peer that is connected."""
+"""The readers of an engine, one for each peer that is connected, each with a thread of its own."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from neuron_di.errors import PeerGone
 from neuron_di.obs import get_logger
-from neuron_di.transfer.nixl_reader import PeerReader
+from neuron_di.transfer.copy_thread import CopyThread
 from neuron_di.types import Incarnation
 
 _log = get_logger(__name__)
@@ -16,7 +16,14 @@ _log = get_logger(__name__)
 # check_open, and what it waits for until then touches no memory of whoever closes.
 CONNECTING_S = 20.0
 
-_Reader = TypeVar("_Reader", bound=PeerReader)
+
+class _Ends(Protocol):
+    def end(self) -> CopyThread:
+        """Read what was posted, then forget the peer. Returns at once, what ends after that."""
+        ...
+
+
+_Reader = TypeVar("_Reader", bound=_Ends)
 
 
 class Readers(Generic[_Reader]):
@@ -27,7 +34,7 @@ class Readers(Generic[_Reader]):
         self._num_connecting = 0
         self._none_connecting = threading.Condition(self._lock)
         self._by_peer: dict[Incarnation, _Reader] = {}
-        self._ending: list[_Reader] = []
+        self._ending: list[CopyThread] = []
         self._is_closed = False
 
     def get(self, peer: Incarnation) -> _Reader | None:
@@ -65,6 +72,11 @@ class Readers(Generic[_Reader]):
             if self._is_closed:
                 self._end(reader)
 
+    def end(self, reader: _Reader) -> None:
+        """One that was not put."""
+        with self._lock:
+            self._end(reader)
+
     def drop(self, peer: Incarnation) -> None:
         with self._lock:
             reader = self._by_peer.pop(peer, None)
@@ -81,13 +93,12 @@ class Readers(Generic[_Reader]):
             if not self._none_connecting.wait_for(
                 lambda: not self._num_connecting, timeout=CONNECTING_S
             ):
-                _log.error("nixl_still_connects", count=self._num_connecting)
+                _log.error("reader_still_connects", count=self._num_connecting)
             for reader in self._by_peer.values():
                 self._end(reader)
             ending = self._ending
-        for reader in ending:
-            reader.join()
+        for thread in ending:
+            thread.join()
 
     def _end(self, reader: _Reader) -> None:
-        reader.end()
-        self._ending = [one for one in self._ending if one.is_alive()] + [reader]
+        self._ending = [one for one in self._ending if one.is_alive()] + [reader.end()]
