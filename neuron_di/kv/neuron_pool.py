@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
 from neuron_di.clock import Deadline
-from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, WorkerFailed
+from neuron_di.errors import (
+    BackendLost,
+    ConfigError,
+    LocalProtocolError,
+    NeuronDiError,
+    WorkerFailed,
+)
 from neuron_di.kv.device_loss import DeviceLoss
 from neuron_di.kv.digest import KvIdentity
 from neuron_di.kv.holds import SETTLE_S
@@ -101,13 +107,21 @@ class NeuronPool(DeviceLoss, KvPool):
         """Whether the slot has the KV of the block's request. If not, the mirror has it."""
         return block_id in self._on_device
 
-    def fill_replicas(self, block_id: BlockId, num_tokens: int) -> None:
-        """After one replica of each head has come into a slot: the others. Blocks, as to_host."""
+    def fill_replicas(
+        self, block_ids: Sequence[BlockId], num_tokens: int | None
+    ) -> NeuronDiError | None:
+        """After one replica of each head has come into slots: the others. Blocks, as to_host, and
+        returns what that raises."""
         if not self._copies.has_replicas:
-            return
-        if self._num_in_mirror.get(block_id, 0) < num_tokens:
-            self.to_host(block_id, num_tokens)
-        self.to_device(block_id, num_tokens)
+            return None
+        try:
+            for block_id, num_used in self._used(block_ids, num_tokens):
+                if self._num_in_mirror.get(block_id, 0) < num_used:
+                    self.to_host(block_id, num_used)
+                self.to_device(block_id, num_used)
+        except NeuronDiError as error:
+            return error
+        return None
 
     def digests(
         self,
@@ -121,7 +135,7 @@ class NeuronPool(DeviceLoss, KvPool):
         if len(block_ids) != self.layout.num_blocks_for(num_tokens):
             raise LocalProtocolError(f"{len(block_ids)} blocks for {num_tokens} tokens")
         found: list[int] = []
-        for place, (block_id, num_used) in enumerate(self.used(block_ids, num_tokens)):
+        for place, (block_id, num_used) in enumerate(self._used(block_ids, num_tokens)):
             # A request that was cancelled may still be digested when another has its block.
             with self._copying(block_id):
                 if self.is_on_device(block_id):
@@ -132,7 +146,7 @@ class NeuronPool(DeviceLoss, KvPool):
         return found
 
     def begin_fill(self, block_ids: Sequence[BlockId], *, num_kept: int = 0) -> None:
-        for block_id, num_used in self.used(block_ids, num_kept) if num_kept else ():
+        for block_id, num_used in self._used(block_ids, num_kept) if num_kept else ():
             if self.is_on_device(block_id):
                 self.to_host(block_id, num_used)
         with self._lock:  # what came late for a request that was cancelled may have marked them
@@ -140,8 +154,8 @@ class NeuronPool(DeviceLoss, KvPool):
             for block_id in block_ids:
                 self._num_in_mirror.pop(block_id, None)
 
-    def end_fill(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
-        for block_id, num_used in self.used(block_ids, num_tokens):
+    def end_fill(self, block_ids: Sequence[BlockId], num_tokens: int | None) -> None:
+        for block_id, num_used in self._used(block_ids, num_tokens):
             if not self.is_on_device(block_id):
                 self.to_device(block_id, num_used)
 
@@ -157,7 +171,7 @@ class NeuronPool(DeviceLoss, KvPool):
             self.lose(BackendLost("KV of a pool that was closed is still being copied"))
         super().close()
 
-    def used(
+    def _used(
         self, block_ids: Sequence[int], num_tokens: int | None
     ) -> Iterator[tuple[BlockId, int]]:
         """Each block, and how many of its tokens are a request's. None: they are full."""

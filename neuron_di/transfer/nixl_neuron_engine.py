@@ -166,12 +166,7 @@ class NixlNeuronEngine:
 
         The generations were read, over the link, before the token was done.
         """
-        try:
-            for block_id, num_tokens in self._pool.used(receive.block_ids, receive.num_tokens):
-                self._pool.fill_replicas(block_id, num_tokens)
-        except NeuronDiError as error:
-            return error
-        return None
+        return self._pool.fill_replicas(receive.block_ids, receive.num_tokens)
 
     def abandon(self, peer: Incarnation, receive: Receive) -> NeuronDiError | None:  # noqa: ARG002
         return None

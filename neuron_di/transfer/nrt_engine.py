@@ -213,12 +213,7 @@ class NrtEngine:
 
         The prefill worker keeps a send's blocks until all of it is sent.
         """
-        try:
-            for block_id, num_tokens in self._pool.used(receive.block_ids, receive.num_tokens):
-                self._pool.fill_replicas(block_id, num_tokens)
-        except NeuronDiError as error:
-            return error
-        return None
+        return self._pool.fill_replicas(receive.block_ids, receive.num_tokens)
 
     def abandon(self, peer: Incarnation, receive: Receive) -> NeuronDiError | None:  # noqa: ARG002
         return None
@@ -266,9 +261,7 @@ class NrtEngine:
         if not len(send.exchange):
             raise RemoteProtocolError("the decode worker named no slots to send to")
         moves = plan.moves(send.block_ids, send.exchange, send.num_tokens)
-        for block_id, num_tokens in self._pool.used(send.block_ids, send.num_tokens):
-            if not self._pool.is_on_device(block_id):  # it came by way of the host
-                self._pool.to_device(block_id, num_tokens)
+        self._pool.end_fill(send.block_ids, send.num_tokens)  # what came by way of the host
         return moves
 
     def _mark(self, receive: Receive) -> None:

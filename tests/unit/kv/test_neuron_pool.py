@@ -150,7 +150,7 @@ def test_what_came_for_one_replica_is_brought_to_the_others(num_ranks, is_in_mir
         if is_in_mirror:
             pool.to_host(1, 9)
         read = [tensor.bytes_read for tensor in device.tensors]
-        pool.fill_replicas(1, 9)
+        assert pool.fill_replicas([1], 9) is None
         is_read_again = read != [tensor.bytes_read for tensor in device.tensors]
         assert is_read_again == (num_ranks > 2 and not is_in_mirror)
         assert pool.is_on_device(1)

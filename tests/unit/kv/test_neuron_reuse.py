@@ -33,7 +33,7 @@ def pool():
 def test_what_came_late_for_a_cancelled_request_is_not_the_next_ones(pool):
     pool.retire([SLOT])  # the request is over, but its receive could not be called off
     pool.mark_on_device([SLOT])
-    pool.fill_replicas(SLOT, 9)
+    assert pool.fill_replicas([SLOT], 9) is None
     pool.begin_fill([SLOT])  # the next one's KV comes by way of the mirror
     assert not pool.is_on_device(SLOT)
     before = bytes(pool.view(SLOT))
