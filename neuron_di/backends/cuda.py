@@ -21,7 +21,7 @@ from neuron_di.backends.cuda_faults import first_line, lost_by
 from neuron_di.backends.cuda_plan import CudaPlan, plan_device
 from neuron_di.backends.open_backend import BackendOptions
 from neuron_di.core import DecodeBatch, PrefillChunk
-from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError
+from neuron_di.errors import ConfigError, LocalProtocolError
 from neuron_di.kv import KvPool
 from neuron_di.kv.device_pool import DevicePool
 from neuron_di.models import ReadLogits, load_weights
@@ -270,8 +270,7 @@ class CudaBackend:
 
         BackendLost when the device cannot be used any more: whoever watches is told, too.
         """
-        if self._blocks.lost is not None:
-            raise BackendLost(self._blocks.lost.message)
+        self._blocks.require_not_lost()
         try:
             with torch.inference_mode(), self._device.computing():
                 yield

@@ -186,8 +186,7 @@ class NeuronBackend(HostLogits):
         BackendLost when the device cannot be used any more: whoever watches is told, too.
         """
         pool = self._device_pool
-        if pool.lost is not None:
-            raise BackendLost(pool.lost.message)
+        pool.require_not_lost()
 
         def in_turn() -> T:
             with self._turns.taken():

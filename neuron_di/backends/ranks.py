@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from neuron_di.backends.backend import OnLost
 from neuron_di.backends.rank_messages import (
     Channel,
     Failed,
@@ -25,6 +24,7 @@ from neuron_di.backends.rank_messages import (
 from neuron_di.clock import Deadline
 from neuron_di.config import child_environment
 from neuron_di.errors import BackendLost, ConfigError, RemoteProtocolError
+from neuron_di.kv.loss import Loss
 from neuron_di.obs import get_logger
 
 _log = get_logger(__name__)
@@ -34,19 +34,17 @@ _END_TIMEOUT_S = 3.0
 _CAUSE_TIMEOUT_S = 1.0  # from a tensor that did not come to the end of the process that owed it
 
 
-class Ranks:
+class Ranks(Loss):
     """Ranks 1 and up."""
 
     def __init__(self, starts: Sequence[Start], rendezvous_fd: int) -> None:
-        self._lock = threading.Lock()
-        self._lost: BackendLost | None = None
+        super().__init__()
         self._is_lost = threading.Event()
         self._is_closing = False
-        self._on_lost: OnLost | None = None
         self._processes: list[_RankProcess] = []
         try:
             for start in starts:
-                self._processes.append(_RankProcess(start, rendezvous_fd, self.lose))
+                self._processes.append(_RankProcess(start, rendezvous_fd, self._lose))
         except BaseException:
             self.close()
             raise
@@ -55,22 +53,9 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def watch(self, on_lost: OnLost) -> None:
-        """Call back once they are lost, on any thread; at once where they are already."""
-        with self._lock:
-            self._on_lost = on_lost
-            lost = self._lost
-        if lost is not None:
-            on_lost(lost)
-
-    def require(self) -> None:
-        """Raise BackendLost where they are lost."""
-        if self._lost is not None:
-            raise BackendLost(self._lost.message)
-
     def tell(self, order: Order, fd: int | None = None) -> None:
         """Tell all of them. BackendLost."""
-        self.require()
+        self.require_not_lost()
         for process in self._processes:
             try:
                 process.channel.send(order, fd)
@@ -89,31 +74,26 @@ class Ranks:
             if not isinstance(reply, kind):
                 raise self.cause(f"rank {process.rank} did not answer {kind.__name__} in time")
 
-    def lose(self, reason: str) -> None:
+    def _lose(self, reason: str) -> None:
         """End all of them: they cannot go on. The first reason is the one that is told."""
-        with self._lock:
-            if self._is_closing or self._lost is not None:
-                return
-            self._lost = lost = BackendLost(f"the tensor-parallel ranks are lost: {reason}")
-            on_lost = self._on_lost
+        error = BackendLost(f"the tensor-parallel ranks are lost: {reason}")
+        if self._is_closing or not self.lose(error):
+            return
         _log.error("ranks_lost", reason=reason)
         for process in self._processes:
             process.kill()
         self._is_lost.set()
-        if on_lost is not None:
-            on_lost(lost)
 
     def cause(self, symptom: str) -> BackendLost:
         """Why they are lost, of which this is how it showed: perhaps one has just ended."""
         self._is_lost.wait(_CAUSE_TIMEOUT_S)
-        self.lose(symptom)
-        assert self._lost is not None, "they are not asked for anything once closed"
-        return BackendLost(self._lost.message)
+        self._lose(symptom)
+        assert self.lost is not None, "they are not asked for anything once closed"
+        return BackendLost(self.lost.message)
 
     def close(self) -> None:
         """End them, and wait until they are gone. Safe to call twice."""
-        with self._lock:
-            self._is_closing = True
+        self._is_closing = True
         for process in self._processes:
             process.kill()  # they have nothing to put in order
         for process in self._processes:

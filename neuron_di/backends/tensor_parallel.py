@@ -111,7 +111,7 @@ class TensorParallelBackend(HostLogits):
         return self._ranks.pids
 
     def watch(self, on_lost: OnLost) -> None:
-        self._ranks.watch(on_lost)
+        self._ranks.watch_loss(on_lost)
 
     def close_pool(self) -> None:
         if self._has_pool:
@@ -132,7 +132,7 @@ class TensorParallelBackend(HostLogits):
     def open_pool(self, num_blocks: int, incarnation: Incarnation) -> None:
         group = self._group
         assert group is not None, "the ranks are connected"
-        self._ranks.require()
+        self._ranks.require_not_lost()
         self.pool = self._options.make_pool(self.layout, num_blocks, incarnation)
         self._options = replace(self._options, num_blocks=num_blocks, incarnation=incarnation)
         context_tokens = self._options.spec.context_tokens

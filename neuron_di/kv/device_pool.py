@@ -25,10 +25,10 @@ import numpy as np
 
 from neuron_di.errors import BackendLost, ConfigError, LocalProtocolError, WorkerFailed
 from neuron_di.kv.device_copies import DeviceCopies
-from neuron_di.kv.device_loss import DeviceLoss
 from neuron_di.kv.device_memory import DeviceMemory
 from neuron_di.kv.digest import KvIdentity, block_digests, digests_of
 from neuron_di.kv.layout import KvLayout
+from neuron_di.kv.loss import Loss
 from neuron_di.kv.mirror_pages import drop_blocks
 from neuron_di.kv.pool import KvPool, head_bytes, segment_bytes
 from neuron_di.kv.runs import Memory, as_ids
@@ -67,7 +67,7 @@ def open_runtime(path: str | None = None) -> CudaRuntime:
         ) from None
 
 
-class DevicePool(DeviceLoss, KvPool):
+class DevicePool(Loss, KvPool):
     """As KvPool: `memory`, `view` and `tensor` are the mirror. A block is *on the device* when it
     has the request's KV there; if not, the mirror has it, or nobody.
 
@@ -84,6 +84,7 @@ class DevicePool(DeviceLoss, KvPool):
     """
 
     streams_layers = False  # its kernels are launched then, and nothing of it is in the mirror
+    digested_at_once_bytes = 0  # the device is asked for them, and may let wait
 
     def __init__(
         self,
@@ -306,8 +307,7 @@ class DevicePool(DeviceLoss, KvPool):
         """After an error that may be a peer's alone: BackendLost where the device has failed."""
         if self._lost is None and not self._copies.is_alive():
             self.lose(BackendLost(f"the GPU failed: {error}"))
-        if self._lost is not None:
-            raise BackendLost(self._lost.message)
+        self.require_not_lost()
 
     def leave_memory(self) -> None:
         """A stream of this process may stand still for ever, and CUDA frees nothing before it has
@@ -337,8 +337,7 @@ class DevicePool(DeviceLoss, KvPool):
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         """What CUDA says, as errors of ours."""
-        if self._lost is not None:
-            raise BackendLost(self._lost.message)
+        self.require_not_lost()
         try:
             yield
         except CudaError as error:

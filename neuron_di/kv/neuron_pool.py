@@ -26,10 +26,10 @@ from neuron_di.errors import (
     NeuronDiError,
     WorkerFailed,
 )
-from neuron_di.kv.device_loss import DeviceLoss
 from neuron_di.kv.digest import KvIdentity
 from neuron_di.kv.holds import SETTLE_S
 from neuron_di.kv.layout import KvLayout
+from neuron_di.kv.loss import Loss
 from neuron_di.kv.neuron_copies import DeviceKv, NeuronCopies
 from neuron_di.kv.pool import KvPool, segment_bytes
 from neuron_di.types import BlockId, Incarnation
@@ -37,12 +37,14 @@ from neuron_di_bindings import shared_memory
 from neuron_di_bindings.nrt import NrtError, NrtMisuse, NrtWorkerError
 
 
-class NeuronPool(DeviceLoss, KvPool):
+class NeuronPool(Loss, KvPool):
     """As KvPool: `memory` is the mirror. A block is *on the device* when its slot there has the
     request's KV; the mirror then has what `to_host` brought last, or nothing.
 
     Thread-safe, for different blocks at once.
     """
+
+    digested_at_once_bytes = 0  # the device is asked for them, and may let wait
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Whether a pool's device can still be used, and who is told when it cannot."""
+"""Whether what computes, or has the KV, can still be used, and who is told when it cannot."""
 
 import threading
 from collections.abc import Callable
@@ -6,10 +6,8 @@ from collections.abc import Callable
 from neuron_di.errors import BackendLost
 
 
-class DeviceLoss:
-    """What a pool whose blocks lie on a device says of it. Mixed in before KvPool. Thread-safe."""
-
-    digested_at_once_bytes = 0  # the device is asked for them, and may let wait
+class Loss:
+    """Of a pool whose blocks lie on a device, before KvPool, or of what computes. Thread-safe."""
 
     def __init__(self, *arguments: object, **fields: object) -> None:
         super().__init__(*arguments, **fields)
@@ -18,7 +16,7 @@ class DeviceLoss:
         self._on_lost: Callable[[BackendLost], object] = lambda _: None
 
     def watch_loss(self, on_lost: Callable[[BackendLost], object]) -> None:
-        """Call back, once and on any thread, should the device be lost; at once if it is.
+        """Call back, once and on any thread, should it be lost; at once if it is.
 
         Whoever asked last is called.
         """
@@ -28,16 +26,23 @@ class DeviceLoss:
         if lost is not None:
             on_lost(lost)
 
-    def lose(self, error: BackendLost) -> None:
-        """The device cannot be used any more: only a new process's can. The first reason counts."""
+    def lose(self, error: BackendLost) -> bool:
+        """It cannot be used any more: only a new process's can. The first reason counts: whether
+        this is it."""
         with self._loss_lock:
             if self._lost is not None:
-                return
+                return False
             self._lost = error
             on_lost = self._on_lost
         on_lost(error)
+        return True
 
     @property
     def lost(self) -> BackendLost | None:
-        """Why the device cannot be used any more."""
+        """Why it cannot be used any more."""
         return self._lost
+
+    def require_not_lost(self) -> None:
+        """Raise BackendLost where it cannot."""
+        if self._lost is not None:
+            raise BackendLost(self._lost.message)
