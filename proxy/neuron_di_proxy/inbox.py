@@ -7,7 +7,9 @@ meanwhile is kept. And one leg's tokens may be *relayed*: they take a short way 
 
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.wire import Finished, Released, Token, TokenLogprobs
@@ -24,7 +26,7 @@ OnToken = Callable[[Token], None]
 _TERMINAL = (Exception, Finished, Released)  # what a leg ends with, as it is heard
 
 
-class Heard(NamedTuple):
+class Heard(msgspec.Struct, frozen=True):
     """One event of a leg, or what ended the leg instead of one."""
 
     side: Side

@@ -79,7 +79,8 @@ class Launcher:
                 leg.close()
             for watching in watched:
                 watching.end()
-            running.close()
+            if not running.is_over:
+                running.close()
 
     def _sides(self, attempt: Attempt) -> list[tuple[Side, WorkerRecord, Leg]]:
         """Each leg and its worker. Nothing is sent yet."""

@@ -1,6 +1,7 @@
 """What the words of a pair's legs are to the LAUNCH table, and when it need not be asked."""
 
 from collections.abc import Mapping
+from functools import cache
 
 from neuron_di.errors import KvMissing, NeuronDiError, RemoteProtocolError
 from neuron_di.wire import Finished, Parked, Released, Token
@@ -28,7 +29,7 @@ _ONLY_EMIT = (LaunchAction.EMIT,)
 
 def event_of(heard: Heard) -> LaunchEvent:
     """RemoteProtocolError for what a leg of that side does not say; a bug of ours is raised."""
-    side, said = heard
+    side, said = heard.side, heard.said
     if not isinstance(said, Exception):
         event = _EVENTS.get((side, type(said)))
         if event is None:
@@ -42,6 +43,7 @@ def event_of(heard: Heard) -> LaunchEvent:
     return LaunchEvent.DECODE_DENIED if is_denied else LaunchEvent.DECODE_FAILED
 
 
+@cache
 def is_steady(state: LaunchState, *, is_alone: bool = False) -> bool:
     """True where a decode worker's token is emitted, and nothing else happens, by the table.
 

@@ -56,7 +56,7 @@ class Running(ABC):
         self._lane_side: Side | None = None  # whose tokens are to take one
         self._is_first_lane = False  # it is for the first token only
         self._due = attempt.first_index  # the next token's index
-        self._is_over = False
+        self.is_over = False
         self._outcome: Finished | Exception | None = None  # until it is told
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class Running(ABC):
 
     async def wait(self) -> Finished:
         """Return or raise what becomes of the attempt, once."""
-        if not self._is_over:
+        if not self.is_over:
             self.wake_by(self._first_look_s)
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -101,12 +101,12 @@ class Running(ABC):
 
     def end(self, outcome: Finished | Exception) -> None:
         """The first outcome counts. Nothing is heard after it."""
-        if not self._is_over:
+        if not self.is_over:
             if isinstance(outcome, NeuronDiError):
                 # Its frames have what was heard, which is the error itself: in such a circle all of
                 # the request, its body too, would stay until the collector looks, which is rare.
                 outcome.__traceback__ = None
-            self._is_over, self._outcome = True, outcome
+            self.is_over, self._outcome = True, outcome
             self.close()
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
@@ -129,7 +129,7 @@ class Running(ABC):
 
     def take_lane(self, side: Side) -> None:
         """Let this side's tokens take a lane from now on, or as soon as there can be one."""
-        if not self._is_over:
+        if not self.is_over:
             self._lane_side = side
             self._lane = self._make_lane(is_first=False)
             if self._lane is not None:
@@ -140,7 +140,7 @@ class Running(ABC):
 
         Whatever is heard next closes it. So all that the lane must know of is this one token.
         """
-        if not self._is_over and self.speaker is None and not self.trials:
+        if not self.is_over and self.speaker is None and not self.trials:
             try:
                 self._lane = self._make_lane(is_first=True)
             except Exception as error:  # a response's head that cannot be made
@@ -160,8 +160,14 @@ class Running(ABC):
     def catch_up(self, lane: Lane) -> None:
         """Count the tokens that took the lane since this was last called."""
         num_taken = lane.take()
-        self._due += num_taken
-        self._attempt.num_tokens += num_taken
+        if num_taken:
+            self._due += num_taken
+            self._attempt.num_tokens += num_taken
+            self.note_taken(lane)
+
+    @abstractmethod
+    def note_taken(self, lane: Lane) -> None:
+        """Some tokens took the lane."""
 
     def complete(self, finished: Finished) -> None:
         """Check an end. Raises where a worker gave up, or where tokens were lost on the way."""
@@ -193,7 +199,7 @@ class Running(ABC):
 
     def wake_by(self, at_s: float) -> None:
         """See to it that `on_time` is called by then. One that comes too early is set again."""
-        if at_s < self._timer_s and not self._is_over:
+        if at_s < self._timer_s and not self.is_over:
             self._stop_timer()
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, at_s - now_s()), self._ring)
@@ -248,6 +254,8 @@ class PairOfLegs(Running):
         due: Heard | None = heard
         while due is not None:
             due = self._move(due, event_of(due))
+        if self.is_over:
+            return
         # What the table says of a token from now on is done by `_relay`.
         is_alone = self._is_prefill_over and "decode" not in self.trials
         relayed = not self._held and is_steady(self._state, is_alone=is_alone)
@@ -283,7 +291,7 @@ class PairOfLegs(Running):
 
     def _move(self, heard: Heard, event: LaunchEvent) -> Heard | None:
         """Do what the table says. Returns what was put aside, and is to be looked at again."""
-        self.speaker, said = heard
+        self.speaker, said = heard.side, heard.said
         is_decode = heard.side == "decode"
         self._state, actions = launch_step(self._state, event)
         if _HOLD_BACK in actions:
@@ -332,12 +340,10 @@ class PairOfLegs(Running):
         self._note_given()
         self._stall_s = now_s() + self._stall_timeout_s
 
-    def catch_up(self, lane: Lane) -> None:
-        due = self._due
-        super().catch_up(lane)
-        if self._due > due and self._is_first_lane:
+    def note_taken(self, lane: Lane) -> None:
+        if self._is_first_lane:
             self._state, _ = launch_step(self._state, _PREFILL_TOKEN)
-        elif self._due > due:
+        else:
             self._note_given()
         self._stall_s = max(self._stall_s, lane.last_s + self._stall_timeout_s)
 

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from urllib.parse import unquote
 
 import httptools
+import msgspec
 
 from neuron_di.errors import BadRequest, ClientError
 
@@ -49,7 +50,7 @@ class NotHttp(ClientError):
     """Raised when a connection begins with something else than HTTP."""
 
 
-class RequestHead(NamedTuple):
+class RequestHead(msgspec.Struct, frozen=True):
     """A request as its head states it. `path` has no query; `headers` go by lower-case name."""
 
     method: str
@@ -93,8 +94,7 @@ class _Known(NamedTuple):
 
     def with_values(self, values: Sequence[bytes]) -> RequestHead | None:
         """The head with these values in their places. None: a length that has to be refused."""
-        method, path, version, known, body_bytes, keeps_alive, wants_continue = self.head
-        headers = known.copy()
+        headers, body_bytes = self.head.headers.copy(), self.head.body_bytes
         for name, value in zip(self.changing, values, strict=True):
             headers[name] = value.decode("ascii")
         if self.has_length:
@@ -102,7 +102,7 @@ class _Known(NamedTuple):
             if len(length) > _LENGTH_DIGITS_MAX or not length.isdigit():
                 return None
             body_bytes = int(length)
-        return RequestHead(method, path, version, headers, body_bytes, keeps_alive, wants_continue)
+        return msgspec.structs.replace(self.head, headers=headers, body_bytes=body_bytes)
 
 
 _known: dict[tuple[bytes, ...], _Known] = {}  # oldest first
@@ -153,7 +153,7 @@ def _keep(key: tuple[bytes, ...], values: Sequence[bytes], head: RequestHead) ->
         return  # a query may be anything, also a key
     if len(_known) >= KNOWN_MAX:
         del _known[next(iter(_known))]
-    without = head._replace(headers=headers | dict.fromkeys(changing, ""))
+    without = msgspec.structs.replace(head, headers=headers | dict.fromkeys(changing, ""))
     _known[key] = _Known(without, changing, "content-length" in changing)
 
 

@@ -45,10 +45,7 @@ _ROUTES: dict[Endpoint, _Route] = {
 _PLAIN_BYTES = 64  # of a prompt's begin, which `is_plain` looks at
 
 
-class _Key(NamedTuple):
-    endpoint: Endpoint
-    before: bytes
-    behind: bytes
+_Key = tuple[Endpoint, bytes, bytes]  # what stands before the prompt, and behind it
 
 
 class _Known(NamedTuple):
@@ -110,7 +107,7 @@ def _take_prompt(
     is_short = len(body) - len(prompt) <= KNOWN_BYTES_MAX
     if is_other or not is_short or not route.is_plain(bytes(prompt[:_PLAIN_BYTES])):
         return None, prompt
-    return _Key(endpoint, body[:begin], body[end:]), prompt
+    return (endpoint, body[:begin], body[end:]), prompt
 
 
 def _with_prompt(known: _Known, prompt: memoryview) -> ClientRequest:

@@ -1,6 +1,7 @@
 """Once the table says no more than "emit", a token goes from its leg to the client at once."""
 
 import asyncio
+from contextlib import contextmanager
 from unittest import mock
 
 import msgspec
@@ -25,6 +26,16 @@ from neuron_di_proxy.leg_events import is_steady
 from neuron_di_proxy.route import Pair, Whole
 
 STALL_S = 15.0
+
+
+@contextmanager
+def the_table_says(steps=(), *, but_not=None):
+    """The LAUNCH table with other rows, or without one."""
+    with mock.patch.dict(LAUNCH, steps):
+        LAUNCH.pop(but_not, None)
+        is_steady.cache_clear()
+        yield
+    is_steady.cache_clear()
 
 
 class SpokenLeg:
@@ -87,10 +98,9 @@ def test_one_state_is_steady_and_the_table_says_which():
     row = LaunchState.DECODING, LaunchEvent.DECODE_TOKEN
     more = LaunchStep(LaunchState.DECODING, (LaunchAction.EMIT, LaunchAction.KEEP_RECEIPT))
     for step in (more, LaunchStep(LaunchState.PARKED, (LaunchAction.EMIT,))):
-        with mock.patch.dict(LAUNCH, {row: step}):
+        with the_table_says({row: step}):
             assert not is_steady(LaunchState.DECODING)
-    with mock.patch.dict(LAUNCH):
-        del LAUNCH[row]
+    with the_table_says(but_not=row):
         assert not is_steady(LaunchState.DECODING)
 
 
@@ -99,7 +109,7 @@ def test_once_decode_is_alone_one_more_state_is_steady_if_the_table_makes_no_dif
     assert [state for state in LaunchState if is_steady(state, is_alone=True)] == both
     for event in LaunchEvent:
         row = LaunchState.PARKED, event
-        with mock.patch.dict(LAUNCH, {row: LaunchStep(LaunchState.OVER, ())}):
+        with the_table_says({row: LaunchStep(LaunchState.OVER, ())}):
             makes_a_difference = event.value.startswith("decode")
             assert is_steady(LaunchState.PARKED, is_alone=True) is not makes_a_difference
             assert not is_steady(LaunchState.PARKED)
@@ -146,7 +156,7 @@ async def test_a_steady_token_is_given_before_its_leg_goes_on():
 @virtual
 async def test_what_the_table_says_otherwise_is_done(step, indices):
     run = Spoken()
-    with mock.patch.dict(LAUNCH, {(LaunchState.DECODING, LaunchEvent.DECODE_TOKEN): step}):
+    with the_table_says({(LaunchState.DECODING, LaunchEvent.DECODE_TOKEN): step}):
         decode = await run.steady()
         decode.say(token(2))
         assert run.indices == indices
