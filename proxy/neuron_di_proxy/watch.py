@@ -48,7 +48,7 @@ class Watch:
             return self.reason
         if self.is_draining:
             return f"worker {self.record.worker_id} is shutting down"
-        if not self.breaker.admits():
+        if self.breaker.opened_s is not None and not self.breaker.admits():
             return f"worker {self.record.worker_id} failed too often"
         return ""
 
@@ -56,13 +56,13 @@ class Watch:
 class Watching:
     """A leg at a process under observation. Made by `Health.watching`."""
 
-    __slots__ = ("_on_loss", "_request", "_watch", "praise")
+    __slots__ = ("_is_good", "_on_loss", "_watch", "is_trial")
 
     def __init__(self, watch: Watch, on_loss: OnLoss) -> None:
         self._watch = watch
         self._on_loss = on_loss
-        self._request = watch.breaker.request()
-        self.praise: Praise = self._request.succeed
+        self._is_good = False
+        self.is_trial = False  # the process gets no further request before it is praised
 
     def __enter__(self) -> Praise:
         self.begin()
@@ -73,22 +73,29 @@ class Watching:
 
     def begin(self) -> None:
         """Watch from now on until `end`."""
-        self._request.begin()
         watch = self._watch
+        if watch.breaker.opened_s is not None:  # as a rule it is closed
+            self.is_trial = watch.breaker.begin_trial()
         is_lost = watch.loss is not None
         watch.legs[self] = ignore if is_lost else self._on_loss
         if watch.loss is not None:
             self._on_loss(watch.loss)
 
-    @property
-    def is_trial(self) -> bool:
-        """Whether the process gets no further request before it is praised."""
-        return self._request.is_trial
+    def praise(self) -> None:
+        """The process did what it was asked for. Calls after the first do nothing."""
+        if not self._is_good:
+            self._is_good = True
+            breaker = self._watch.breaker
+            if self.is_trial:
+                breaker.end_trial()
+            if breaker.opened_s is not None:
+                breaker.succeed()
 
     def end(self) -> None:
         """Watch no more."""
         self._watch.legs.pop(self, None)
-        self._request.end()
+        if self.is_trial and not self._is_good:
+            self._watch.breaker.end_trial()
 
 
 def forgive(watch: Watch, late_s: float) -> None:

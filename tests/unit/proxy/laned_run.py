@@ -124,7 +124,7 @@ def texts(*indices):
 def half_open(health, record):
     """A breaker that lets a worker have one request, to see whether it is good again."""
     breaker = health._watch_of(record).breaker
-    breaker._opened_s = now_s() - 2 * OPEN_S
+    breaker.opened_s = now_s() - 2 * OPEN_S
     assert breaker.state() == "half_open"
     return breaker
 

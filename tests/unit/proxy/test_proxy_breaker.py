@@ -1,8 +1,10 @@
 import pytest
 from hand_clock import HandClock
+from scripted_worker import make_record
 
 from neuron_di.clock import use_clock
 from neuron_di_proxy.breaker import FAILURES_MAX, OPEN_S, WINDOW_S, Breaker
+from neuron_di_proxy.watch import Watch, Watching, ignore
 
 
 @pytest.fixture
@@ -15,6 +17,11 @@ def fail(breaker, clock, times, every_s=1.0):
     for _ in range(times):
         clock.now_s += every_s
         breaker.fail()
+
+
+def request(breaker):
+    """A request to its worker, in a `with` block."""
+    return Watching(Watch(make_record("p1", "prefill"), breaker=breaker), ignore)
 
 
 @pytest.fixture
@@ -51,19 +58,19 @@ def test_one_at_a_time_is_tried_when_it_was_open_for_long_enough(clock, opened):
     assert not opened.admits()
     clock.now_s += 0.1
     assert (opened.state(), opened.admits()) == ("half_open", True)
-    with opened.request():
+    with request(opened):
         assert not opened.admits()
     assert (opened.state(), opened.admits()) == ("half_open", True)
 
 
 def test_a_trial_ends_with_its_first_good_event(clock, opened):
     clock.now_s += OPEN_S
-    with opened.request() as first_succeeds:
+    with request(opened) as first_succeeds:
         assert not opened.admits()
         first_succeeds()
         first_succeeds()  # further tokens of the same request: once is enough
         assert (opened.state(), opened.admits()) == ("half_open", True)
-        with opened.request() as second_succeeds:
+        with request(opened) as second_succeeds:
             assert not opened.admits()
             second_succeeds()
             assert opened.state() == "closed"
@@ -94,7 +101,7 @@ def test_a_failed_trial_opens_it_again(clock, opened):
 
 def test_requests_from_before_it_opened_are_no_trials(clock):
     breaker = Breaker()
-    with breaker.request() as succeed:
+    with request(breaker) as succeed:
         fail(breaker, clock, FAILURES_MAX)
         succeed()
         assert breaker.state() == "open"
