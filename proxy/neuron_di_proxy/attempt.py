@@ -7,7 +7,7 @@ from neuron_di.errors import Preempted
 from neuron_di.types import RequestId
 from neuron_di.wire import LegReceipt, WorkerRecord
 from neuron_di_proxy.choice_request import ChoiceRequest
-from neuron_di_proxy.route import Pair, Route
+from neuron_di_proxy.route import Route
 
 
 class Attempt(msgspec.Struct, kw_only=True):
@@ -56,11 +56,5 @@ class Attempt(msgspec.Struct, kw_only=True):
 
     def context_tokens(self) -> int:
         """What prompt and answer may have: as much as the smallest worker, from the first on."""
-        prefill, decode = self.workers()
-        return self.begun_with or min(prefill.context_tokens, decode.context_tokens)
-
-    def workers(self) -> tuple[WorkerRecord, WorkerRecord]:
-        """The prefill and the decode worker; the same where one does it all."""
-        if isinstance(self.route, Pair):
-            return self.route.prefill, self.route.decode
-        return self.route.worker, self.route.worker
+        route = self.route
+        return self.begun_with or min(route.prefill.context_tokens, route.decode.context_tokens)

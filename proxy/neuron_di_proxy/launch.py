@@ -24,7 +24,6 @@ from neuron_di_proxy.failure import LegFailed, RequestTimeout, failure_of
 from neuron_di_proxy.health import Health, Watching
 from neuron_di_proxy.inbox import Side
 from neuron_di_proxy.leg_merge import PairOfLegs
-from neuron_di_proxy.route import Pair
 from neuron_di_proxy.whole_leg import WholeLeg
 from neuron_di_proxy.workers import Leg, Workers
 
@@ -104,8 +103,8 @@ class Launcher:
             options=options,
             traceparent=request.traceparent,
         )
-        if not isinstance(route, Pair):
-            return [("whole", route.worker, self._workers.open_leg(route.worker, "whole", leg))]
+        if not route.is_pair:
+            return [("whole", route.decode, self._workers.open_leg(route.decode, "whole", leg))]
         decode_leg = DecodeLeg(
             request_id=attempt.request_id,
             attempt=attempt.number,
@@ -130,9 +129,10 @@ def _note_failure(attempt: Attempt, speaker: Side | None, error: NeuronDiError) 
         return
     if failed.code == DeadlinePassed.code:  # of the request's own time, which is nobody's fault
         return
-    prefill, decode = attempt.workers()
-    own, partner = (decode, prefill) if speaker == "decode" else (prefill, decode)
-    is_accused = isinstance(attempt.route, Pair) and isinstance(error, LegFailed)
+    own, partner = attempt.route.prefill, attempt.route.decode
+    if speaker == "decode":
+        own, partner = partner, own
+    is_accused = attempt.route.is_pair and isinstance(error, LegFailed)
     if failed.http_status in (429, 503):
         attempt.refused_by = own
     elif is_accused and failed.fault == "peer":

@@ -280,7 +280,7 @@ class PairOfLegs(Running):
             super().on_time()
         else:
             self.speaker = "decode"
-            worker_id = self._attempt.workers()[1].worker_id
+            worker_id = self._attempt.route.decode.worker_id
             raise PeerTimeout(f"worker {worker_id} sent no token for too long")
 
     def _ring(self) -> None:

@@ -113,8 +113,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
                 num_continued += 1
         if num_continued == 0:
             return None
-        workers = [worker for attempt in self.attempts for worker in attempt.workers()]
-        numerics = {worker.numerics for worker in workers}
+        routes = [attempt.route for attempt in self.attempts]
+        numerics = {each.numerics for route in routes for each in (route.prefill, route.decode)}
         is_exact = len(numerics) == 1 and None not in numerics
         return Continued(continued=num_continued, grade="exact" if is_exact else "recomputed")
 
@@ -211,11 +211,10 @@ def _transfer_of(
 
 
 def _attempt_receipt(attempt: Attempt) -> AttemptReceipt:
-    prefill, decode = attempt.workers()
     return AttemptReceipt(
         attempt=attempt.number,
-        prefill_worker=prefill.worker_id,
-        decode_worker=decode.worker_id,
+        prefill_worker=attempt.route.prefill.worker_id,
+        decode_worker=attempt.route.decode.worker_id,
         first_index=attempt.first_index,
         num_tokens=attempt.num_tokens,
         code=attempt.code,

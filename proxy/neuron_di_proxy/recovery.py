@@ -194,7 +194,7 @@ class RequestRunner:
             avoid |= {process_of(each) for each in suspects if each is not None}
         # Other weights under the same name must not continue what these began, nor a worker
         # whose context would end it earlier.
-        digest = began.workers()[0].model_digest if began is not None else None
+        digest = began.route.prefill.model_digest if began is not None else None
         context_tokens = began.context_tokens() if began is not None else 0
         wanted = record.model, digest, context_tokens
         queue: Deadline | None = None  # as a rule there is nothing to wait for
@@ -277,7 +277,8 @@ class RequestRunner:
 
     def _convict(self, failed_step: WorkerRecord, attempt: Attempt) -> None:
         """Another worker did what one failed at: it was that worker, not the request."""
-        if process_of(failed_step) not in {process_of(each) for each in attempt.workers()}:
+        route = attempt.route
+        if process_of(failed_step) not in (process_of(route.prefill), process_of(route.decode)):
             error = WorkerFailed(f"worker {failed_step.worker_id} failed a step")
             self._health.blame(failed_step, error)
 

@@ -54,20 +54,16 @@ class PairFitness(Protocol):
         ...
 
 
-class Pair(msgspec.Struct, frozen=True):
-    """The request is handed over from one worker to another."""
+class Route(msgspec.Struct, frozen=True):
+    """Who computes a request: it is handed over, or one worker does it all, and is both."""
 
     prefill: WorkerRecord
     decode: WorkerRecord
 
+    @property
+    def is_pair(self) -> bool:
+        return self.prefill is not self.decode
 
-class Whole(msgspec.Struct, frozen=True):
-    """One worker does it all."""
-
-    worker: WorkerRecord
-
-
-Route = Pair | Whole
 
 Kind = tuple[str, str, tuple[str, ...]]  # digests of model and layout, what moves KV
 _Unfit = Callable[[WorkerRecord], object]  # what it returns is true where the worker will not do
@@ -155,12 +151,12 @@ class Router:
 
     def doubt(self, route: Route) -> None:
         """A worker of the route accused its partner. Which of them is right is not known."""
-        if self._pairs is not None and isinstance(route, Pair):
+        if self._pairs is not None and route.is_pair:
             self._pairs.doubt(route.prefill, route.decode)
 
     def refuse(self, route: Route, reason: str) -> None:
         """A worker of the route will not work with its partner."""
-        if self._pairs is not None and isinstance(route, Pair):
+        if self._pairs is not None and route.is_pair:
             self._pairs.refuse(route.prefill, route.decode, reason)
 
     def pick(
@@ -201,7 +197,7 @@ class Router:
                 whole = _first(wholes, is_unfit, avoid)
             if whole is not None and (pair is None or not _is_avoided(avoid, whole)):
                 self._note_turn(whole, ready.wholes)
-                return Whole(whole)
+                return Route(whole, whole)
             if pair is None:
                 pair = self._first_pair(ready, is_unfit, avoid, request, has_to_work=False)
             if pair is not None:
@@ -269,9 +265,9 @@ class Router:
         request: ChoiceRequest | None,
         *,
         has_to_work: bool = True,
-    ) -> Pair | None:
+    ) -> Route | None:
         """The pair to be taken. Unless it `has_to_work`, one that failed its test will do."""
-        spare: Pair | None = None
+        spare: Route | None = None
         hopeless: tuple[list[WorkerRecord], ...] = ()  # decode workers, none of whom is fit
         policy, load_of, rng = self._policy, self._load_of, self._rng
         for prefill in filterfalse(is_unfit, policy(ready.prefills, load_of, rng, request)):
@@ -287,8 +283,8 @@ class Router:
                     hopeless += (listed,)
                 continue
             if not avoid or not _is_avoided(avoid, prefill, decode):
-                return Pair(prefill, decode)
-            spare = spare or Pair(prefill, decode)
+                return Route(prefill, decode)
+            spare = spare or Route(prefill, decode)
         return spare
 
     def _what_is_missing(self, known: Iterable[WorkerRecord], model: str) -> str:

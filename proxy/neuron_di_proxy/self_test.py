@@ -24,7 +24,7 @@ from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
-from neuron_di_proxy.route import Directory, Kind, Pair, fits, kind_of
+from neuron_di_proxy.route import Directory, Kind, Route, fits, kind_of
 from neuron_di_proxy.ticks import look_every
 from neuron_di_proxy.workers import Process, Workers, process_of
 
@@ -155,7 +155,7 @@ class SelfTest:
             self._hurry.clear()  # what changed meanwhile is seen at the next look
             await self._hurry.wait()
 
-    def _due(self) -> list[Pair]:
+    def _due(self) -> list[Route]:
         """The pairs to test now: ready, answering, and not tested or failed a while ago."""
         records = self._directory.workers()
         self._pairs.keep_only(records)
@@ -164,7 +164,7 @@ class SelfTest:
         self._all_tested = records if is_tested else None
         ready = {id(r) for r in records if r.state == "ready" and self._health.is_usable(r)}
         due = [(p, d) for p, d in open_pairs if {id(p), id(d)} <= ready and self._is_due(p, d)]
-        return [Pair(prefill, decode) for prefill, decode in due]
+        return [Route(prefill, decode) for prefill, decode in due]
 
     def _open_pairs(
         self, records: Sequence[WorkerRecord]
@@ -200,7 +200,7 @@ class SelfTest:
             return now_s() >= result.tested_s + RETRY_S
         return result is None or self._pairs.is_doubted(prefill, decode)
 
-    async def _test(self, pair: Pair) -> None:
+    async def _test(self, pair: Route) -> None:
         if not (self._health.is_usable(pair.prefill) and self._health.is_usable(pair.decode)):
             return
         attempt = Attempt(
@@ -234,7 +234,7 @@ class SelfTest:
                 outcome, reason = "failed", "no KV was handed over"
         self._conclude(PairResult(pair.prefill, pair.decode, outcome, reason, now_s()))
 
-    def _note_slow(self, pair: Pair) -> None:
+    def _note_slow(self, pair: Route) -> None:
         now = now_s()
         slow = {key: at_s for key, at_s in self._overdue_s.items() if now < at_s + RETRY_S}
         self._overdue_s = {**slow, (process_of(pair.prefill), process_of(pair.decode)): now}

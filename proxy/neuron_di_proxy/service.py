@@ -389,8 +389,8 @@ def _route_headers(records: Sequence[RequestRecord]) -> Headers:
     if not records or not records[0].attempts:
         return []
     last = records[0].attempts[-1]
-    prefill, decode = last.workers()
-    route = f"prefill={prefill.worker_id}; decode={decode.worker_id}; attempt={last.number}"
+    prefill_id, decode_id = last.route.prefill.worker_id, last.route.decode.worker_id
+    route = f"prefill={prefill_id}; decode={decode_id}; attempt={last.number}"
     headers = [("x-neuron-di-route", route)]
     continued = continued_of(records)
     if continued is not None:

@@ -9,7 +9,7 @@ from scripted_worker import ScriptedWorker, play_decode, play_prefill
 
 from neuron_di.config import LimitOptions
 from neuron_di_proxy.config import ProxyConfig
-from neuron_di_proxy.route import Pair
+from neuron_di_proxy.route import Route
 from neuron_di_proxy.worker_client import WorkerClient
 
 
@@ -67,7 +67,7 @@ async def run(
     client: WorkerClient, prefill: ScriptedWorker, decode: ScriptedWorker
 ) -> AsyncIterator[Run]:
     """A first attempt over both."""
-    run = Run(client, Pair(prefill.record, decode.record))
+    run = Run(client, Route(prefill.record, decode.record))
     yield run
     run.task.cancel()
     await asyncio.gather(run.task, return_exceptions=True)

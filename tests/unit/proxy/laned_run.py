@@ -15,12 +15,13 @@ from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.breaker import OPEN_S
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
-from neuron_di_proxy.route import Pair, Whole
+from neuron_di_proxy.route import Route
 from neuron_di_proxy.token_lane import relay_told
 
 STALL_S = 15.0
-PAIR = Pair(make_record("p1", "prefill"), make_record("d1", "decode"))
-WHOLE = Whole(make_record("b1", "both"))
+PAIR = Route(make_record("p1", "prefill"), make_record("d1", "decode"))
+BOTH = make_record("b1", "both")
+WHOLE = Route(BOTH, BOTH)
 
 
 class LanedLeg:

@@ -126,7 +126,7 @@ async def test_a_client_that_leaves_after_the_first_token_leaves_no_lane():
 @virtual
 async def test_a_prefill_that_is_tried_is_heard_at_once():
     with running(WHOLE, has_first_lane=True) as run:
-        breaker = half_open(run.health, WHOLE.worker)
+        breaker = half_open(run.health, WHOLE.decode)
         await launched()
         assert run.legs["whole"].tell(0) == [0], "a lane would praise it later"
         assert breaker.admits()
@@ -148,7 +148,7 @@ async def test_a_failure_of_the_first_tokens_lane_ends_the_attempt():
 async def test_a_worker_that_does_it_all_is_praised_for_its_first_token():
     with running(WHOLE, has_first_lane=True) as run:
         await launched()
-        breaker = half_open(run.health, WHOLE.worker)  # while the request runs
+        breaker = half_open(run.health, WHOLE.decode)  # while the request runs
         run.legs["whole"].tell(0)
         run.legs["whole"].say(PeerTimeout("silent"))
         with pytest.raises(PeerTimeout):

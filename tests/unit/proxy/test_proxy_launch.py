@@ -16,7 +16,7 @@ from scripted_worker import (
 from neuron_di.errors import KvMissing, PeerError, PeerGone, RemoteProtocolError
 from neuron_di.wire import Failed, Finished
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.route import Pair, Whole
+from neuron_di_proxy.route import Route
 
 
 async def test_both_legs_start_before_either_answers(run, prefill, decode):
@@ -29,7 +29,7 @@ async def test_both_legs_start_before_either_answers(run, prefill, decode):
 
 async def test_workers_hear_how_long_the_request_has_waited(client, prefill, decode):
     """Not how long this attempt has: a later one is as old as its request."""
-    run = Run(client, Pair(prefill.record, decode.record), emitted=(5,), waited_s=40.0)
+    run = Run(client, Route(prefill.record, decode.record), emitted=(5,), waited_s=40.0)
     legs = await prefill.next_leg(), await decode.next_leg()
     assert {40.0 <= leg.message.waited_s < 60.0 for leg in legs} == {True}
     run.task.cancel()
@@ -160,7 +160,7 @@ async def test_a_token_that_is_not_due_is_never_given(client, prefill, decode, i
         await leg.send(*(token(index) for index in indices), finished(9))
 
     prefill.script, decode.script = play_prefill, script
-    run = Run(client, Pair(prefill.record, decode.record))
+    run = Run(client, Route(prefill.record, decode.record))
     with pytest.raises(RemoteProtocolError, match="was due"):
         await run.task
     given = [event.index for event in run.seen()]
@@ -194,7 +194,7 @@ async def test_decode_that_breaks_the_order_of_its_events(client, prefill, decod
 
     prefill.script, decode.script = play_prefill, script
     with pytest.raises(RemoteProtocolError, match="Parked"):
-        await Run(client, Pair(prefill.record, decode.record)).task
+        await Run(client, Route(prefill.record, decode.record)).task
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
@@ -204,7 +204,7 @@ async def test_an_aborted_request_is_not_an_answer(client, prefill, decode, reas
 
     prefill.script, decode.script = play_prefill, script
     with pytest.raises(PeerError, match=reason):
-        await Run(client, Pair(prefill.record, decode.record)).task
+        await Run(client, Route(prefill.record, decode.record)).task
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2])
@@ -226,7 +226,7 @@ async def test_one_worker_can_do_it_all(client, stack):
         await leg.send(*(token(index) for index in range(4)), finished(4, "b1"))
 
     both = await stack.enter_async_context(ScriptedWorker("b1", "both", script))
-    run = Run(client, Whole(both.record))
+    run = Run(client, Route(both.record, both.record))
     assert await run.outcome() == [*(token(index) for index in range(4)), finished(4, "b1")]
     assert (
         run.attempt.prefill
@@ -242,6 +242,6 @@ async def test_text_that_was_held_back_stays_with_the_last_event(client, prefill
         await leg.send(token(1, ""), end)
 
     prefill.script, decode.script = play_prefill, script
-    events = await Run(client, Pair(prefill.record, decode.record)).outcome()
+    events = await Run(client, Route(prefill.record, decode.record)).outcome()
     assert isinstance(events[-1], Finished)
     assert events[-1].text == "held"

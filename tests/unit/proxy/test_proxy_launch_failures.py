@@ -15,12 +15,12 @@ from neuron_di.clock import Deadline
 from neuron_di.errors import PeerGone, PeerTimeout, RemoteProtocolError
 from neuron_di.wire import Failed, Released
 from neuron_di_proxy.failure import LegFailed, RequestTimeout
-from neuron_di_proxy.route import Pair
+from neuron_di_proxy.route import Route
 from neuron_di_proxy.workers import process_of
 
 
 async def test_a_continuation_gives_the_ids_and_starts_at_the_next_index(client, prefill, decode):
-    run = Run(client, Pair(prefill.record, decode.record), emitted=(100, 101))
+    run = Run(client, Route(prefill.record, decode.record), emitted=(100, 101))
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     assert prefill_leg.message.emitted == (100, 101)
     assert decode_leg.message.num_emitted == 2
@@ -33,7 +33,7 @@ async def test_a_continuation_gives_the_ids_and_starts_at_the_next_index(client,
 
 @pytest.mark.parametrize("index", [0, 1, 3])
 async def test_a_continuation_that_starts_elsewhere_is_refused(client, prefill, decode, index):
-    run = Run(client, Pair(prefill.record, decode.record), emitted=(100, 101))
+    run = Run(client, Route(prefill.record, decode.record), emitted=(100, 101))
     await (await prefill.next_leg()).finish(token(index))
     with pytest.raises(RemoteProtocolError, match="2 was due"):
         await run.task
@@ -41,7 +41,7 @@ async def test_a_continuation_that_starts_elsewhere_is_refused(client, prefill, 
 
 
 async def test_what_was_emitted_may_be_all(client, prefill, decode):
-    run = Run(client, Pair(prefill.record, decode.record), emitted=(100, 101))
+    run = Run(client, Route(prefill.record, decode.record), emitted=(100, 101))
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     await prefill_leg.finish(finished(2, "p1", "stop"))
     assert await run.outcome() == [finished(2, "p1", "stop")]
@@ -49,7 +49,7 @@ async def test_what_was_emitted_may_be_all(client, prefill, decode):
 
 
 async def test_an_end_that_counts_tokens_which_never_came_is_refused(client, prefill, decode):
-    run = Run(client, Pair(prefill.record, decode.record))
+    run = Run(client, Route(prefill.record, decode.record))
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     await prefill_leg.finish(token(0), parked(), released())
     await decode_leg.finish(token(1), finished(3))
@@ -59,7 +59,7 @@ async def test_an_end_that_counts_tokens_which_never_came_is_refused(client, pre
 
 
 async def test_legs_are_told_what_time_remains(client, prefill, decode):
-    run = Run(client, Pair(prefill.record, decode.record), deadline=Deadline.after(5.0))
+    run = Run(client, Route(prefill.record, decode.record), deadline=Deadline.after(5.0))
     for worker in (prefill, decode):
         assert 0 < (await worker.next_leg()).message.timeout_s <= 5.0
     run.task.cancel()
@@ -67,14 +67,14 @@ async def test_legs_are_told_what_time_remains(client, prefill, decode):
 
 
 async def test_nothing_is_opened_after_the_deadline(client, prefill, decode):
-    run = Run(client, Pair(prefill.record, decode.record), deadline=Deadline.after(0.0))
+    run = Run(client, Route(prefill.record, decode.record), deadline=Deadline.after(0.0))
     with pytest.raises(RequestTimeout):
         await run.task
     assert prefill.legs == decode.legs == []
 
 
 async def test_the_deadline_ends_an_attempt_and_blames_nobody(client, prefill, decode):
-    run = Run(client, Pair(prefill.record, decode.record), deadline=Deadline.after(0.05))
+    run = Run(client, Route(prefill.record, decode.record), deadline=Deadline.after(0.05))
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     with pytest.raises(RequestTimeout):
         await run.task
@@ -84,7 +84,7 @@ async def test_the_deadline_ends_an_attempt_and_blames_nobody(client, prefill, d
 
 
 async def test_a_sign_of_life_is_no_token(client, prefill, decode):
-    run = Run(client, Pair(prefill.record, decode.record), stall_timeout_s=0.1)
+    run = Run(client, Route(prefill.record, decode.record), stall_timeout_s=0.1)
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     await prefill_leg.finish(token(0), parked(), released())
     await decode_leg.send(token(1))
@@ -115,7 +115,7 @@ async def test_a_sign_of_life_is_no_token(client, prefill, decode):
     ],
 )
 async def test_who_is_at_fault(client, prefill, decode, side, fault, status, blamed):
-    run = Run(client, Pair(prefill.record, decode.record))
+    run = Run(client, Route(prefill.record, decode.record))
     legs = {"p1": await prefill.next_leg(), "d1": await decode.next_leg()}
     await legs[side].finish(
         Failed(code="some_code", message="x", http_status=status, retryable=True, fault=fault)
@@ -132,7 +132,7 @@ async def test_a_worker_that_speaks_of_the_deadline_first_is_not_at_fault(
     client, prefill, decode, side
 ):
     """Its clock may be a little ahead of ours, and in an overload many requests end so."""
-    run = Run(client, Pair(prefill.record, decode.record))
+    run = Run(client, Route(prefill.record, decode.record))
     legs = {"p1": await prefill.next_leg(), "d1": await decode.next_leg()}
     await legs[side].finish(
         Failed(code="deadline_exceeded", message="x", http_status=504, retryable=False, fault="us")
@@ -146,7 +146,7 @@ async def test_a_worker_that_speaks_of_the_deadline_first_is_not_at_fault(
 async def test_a_lost_worker_ends_the_attempt_although_its_connection_is_open(
     client, prefill, decode, num_events
 ):
-    run = Run(client, Pair(prefill.record, decode.record))
+    run = Run(client, Route(prefill.record, decode.record))
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     await prefill_leg.send(token(0), parked())
     await run.events.get()
@@ -161,7 +161,7 @@ async def test_a_lost_worker_ends_the_attempt_although_its_connection_is_open(
 
 
 async def test_a_worker_that_is_lost_after_its_last_word_is_no_matter(client, prefill, decode):
-    run = Run(client, Pair(prefill.record, decode.record))
+    run = Run(client, Route(prefill.record, decode.record))
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()
     await prefill_leg.finish(token(0), parked(), released())
     await run.until_heard("prefill", Released)
@@ -177,7 +177,7 @@ async def test_a_bug_of_ours_is_no_workers_fault(client, prefill, decode):
         raise ZeroDivisionError
 
     client.open_leg = open_leg
-    run = Run(client, Pair(prefill.record, decode.record))
+    run = Run(client, Route(prefill.record, decode.record))
     with pytest.raises(ZeroDivisionError):
         await run.task
     assert run.attempt.blamed is None
@@ -193,7 +193,7 @@ async def test_decode_may_not_say_more_ahead_of_prefill_than_can_be_kept(
         raise AssertionError("all was taken")
 
     decode.script = flood
-    run = Run(client, Pair(prefill.record, decode.record))
+    run = Run(client, Route(prefill.record, decode.record))
     prefill_leg = await prefill.next_leg()
     await prefill_leg.send(token(0))
     with pytest.raises(RemoteProtocolError, match="more than can be kept"):

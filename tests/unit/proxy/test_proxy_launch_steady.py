@@ -23,7 +23,7 @@ from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.launch import Launcher
 from neuron_di_proxy.leg_events import is_steady
-from neuron_di_proxy.route import Pair, Whole
+from neuron_di_proxy.route import Route
 
 STALL_S = 15.0
 
@@ -62,7 +62,7 @@ class Spoken:
     def __init__(self, route=None, *, emit=None, emitted=(), request=REQUEST):
         self.legs = {}
         self.tokens = []
-        route = route or Pair(make_record("p1", "prefill"), make_record("d1", "decode"))
+        route = route or Route(make_record("p1", "prefill"), make_record("d1", "decode"))
         self.attempt = Attempt(
             request_id=RequestId("r1"),
             number=0,
@@ -166,7 +166,8 @@ async def test_what_the_table_says_otherwise_is_done(step, indices):
 
 @virtual
 async def test_a_worker_that_does_it_all_may_take_its_time():
-    run = Spoken(Whole(make_record("b1", "both")))
+    both = make_record("b1", "both")
+    run = Spoken(Route(both, both))
     await asyncio.sleep(0)
     whole = run.legs["whole"]
     for index in range(5):

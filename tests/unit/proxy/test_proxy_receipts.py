@@ -7,13 +7,15 @@ from neuron_di.clock import Deadline
 from neuron_di.types import RequestId
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.receipts import Continued, ReceiptStore, RequestRecord
-from neuron_di_proxy.route import Pair
+from neuron_di_proxy.route import Route
 
 REQUEST = completion(max_tokens=5).choice(0)
 
 
 def attempt(number=0, *, emitted=(), **changes):
-    route = Pair(make_record("p1", "prefill", **changes), make_record("d1", "decode", numerics="a"))
+    route = Route(
+        make_record("p1", "prefill", **changes), make_record("d1", "decode", numerics="a")
+    )
     return Attempt(
         request_id=RequestId("r1"),
         number=number,

@@ -5,7 +5,7 @@ from neuron_di.clock import now_s
 from neuron_di.errors import CapacityError
 from neuron_di_proxy import known_models
 from neuron_di_proxy.known_models import ModelNotFound
-from neuron_di_proxy.route import Pair, Router, Whole
+from neuron_di_proxy.route import Route, Router
 from neuron_di_proxy.workers import process_of
 
 
@@ -108,10 +108,10 @@ def test_a_worker_of_both_roles_serves_when_there_is_no_pair():
     both = make_record("b1", "both")
     directory = FixedDirectory(make_record("p1", "prefill"), both)
     router = Router(directory, Unfit())
-    assert router.pick("tiny") == Whole(both)
+    assert router.pick("tiny") == Route(both, both)
     decode = make_record("d1", "decode")
     directory.records += (decode,)
-    assert router.pick("tiny") == Pair(directory.records[0], decode)
+    assert router.pick("tiny") == Route(directory.records[0], decode)
     assert router.why_unserved() is None
 
 
@@ -168,7 +168,7 @@ def test_a_model_whose_last_workers_went_a_while_ago_exists(monkeypatch):
     left = make_record("b1", "both")
     directory = FixedDirectory(left, make_record("b2", "both", model="large"))
     router = Router(directory, Unfit())
-    assert router.pick("large").worker.worker_id == "b2"
+    assert router.pick("large").decode.worker_id == "b2"
     directory.records = (left,)
     for _ in range(2):
         with pytest.raises(CapacityError, match="no prefill and no decode worker is ready"):
@@ -212,16 +212,16 @@ def test_what_is_to_be_avoided_is_taken_when_there_is_nothing_else():
     p1, p2, d1, d2 = two_by_two()
     router = router_over(p1, p2, d1, d2)
     for _ in range(3):
-        assert router.pick("tiny", {process_of(p1), process_of(d1)}) == Pair(p2, d2)
+        assert router.pick("tiny", {process_of(p1), process_of(d1)}) == Route(p2, d2)
     assert router.pick("tiny", {process_of(p1), process_of(p2), process_of(d1)}).decode == d2
     only = router_over(p1, d1)
-    assert only.pick("tiny", {process_of(p1), process_of(d1)}) == Pair(p1, d1)
+    assert only.pick("tiny", {process_of(p1), process_of(d1)}) == Route(p1, d1)
 
 
 def test_of_workers_that_do_it_all_the_one_to_avoid_comes_last():
     b1, b2 = make_record("b1", "both"), make_record("b2", "both")
     router = router_over(b1, b2)
-    assert [router.pick("tiny", {process_of(b1)}) for _ in range(2)] == [Whole(b2)] * 2
+    assert [router.pick("tiny", {process_of(b1)}) for _ in range(2)] == [Route(b2, b2)] * 2
 
 
 @pytest.mark.parametrize("others", [("prefill", "decode"), ("both",)])
@@ -230,9 +230,9 @@ def test_a_decode_worker_to_avoid_comes_last_though_its_prefill_worker_is_next(o
     there = [make_record(f"there-{role}", role, transfer=["shm@there"]) for role in others]
     for _ in range(3):
         route = router_over(*here, *there).pick("tiny", {process_of(here[1])})
-        assert route == (Pair(*there) if len(there) == 2 else Whole(*there))
+        assert route == Route(there[0], there[-1])
     everybody = {process_of(record) for record in (*here, *there)}
-    assert router_over(*here, *there).pick("tiny", everybody) == Pair(*here)
+    assert router_over(*here, *there).pick("tiny", everybody) == Route(*here)
 
 
 def test_another_process_of_an_avoided_worker_is_welcome():
@@ -251,9 +251,9 @@ def test_a_pair_that_failed_its_test_is_used_only_when_none_works():
     bad = BadPairs(("p1", "d1"), ("p1", "d2"))
     assert pick_ids(router_over(p1, p2, d1, d2, pairs=bad), 2)[0] == ["p2", "p2"]
     bad = BadPairs(("p1", "d1"))
-    assert router_over(p1, d1, pairs=bad).pick("tiny") == Pair(p1, d1)
+    assert router_over(p1, d1, pairs=bad).pick("tiny") == Route(p1, d1)
     both = make_record("b1", "both")
-    assert router_over(p1, d1, both, pairs=bad).pick("tiny") == Whole(both)
+    assert router_over(p1, d1, both, pairs=bad).pick("tiny") == Route(both, both)
 
 
 def test_an_answer_goes_on_with_the_weights_it_began_with():

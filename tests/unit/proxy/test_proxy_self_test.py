@@ -20,7 +20,7 @@ from virtual_cluster import (
 
 from neuron_di.errors import PeerGone, PeerTimeout
 from neuron_di.wire import Released
-from neuron_di_proxy.route import Pair
+from neuron_di_proxy.route import Route
 from neuron_di_proxy.self_test import ID_PREFIX, LOOK_INTERVAL_S, RETRY_S, TEST_TIMEOUT_S
 
 
@@ -123,7 +123,7 @@ async def test_a_failed_pair_is_used_where_there_is_no_other_and_tried_again_lat
         assert outcomes(cluster)["p1", "d1"][0] == "failed"
         assert len(cluster.legs) == 2
         records = [worker.record for worker in cluster.workers.values()]
-        assert cluster.router.pick("tiny") == Pair(*records)
+        assert cluster.router.pick("tiny") == Route(*records)
         await asyncio.sleep(1.0 + 2 * LOOK_INTERVAL_S)
         assert outcomes(cluster) == {("p1", "d1"): ("ok", "")}
 
