@@ -20,8 +20,7 @@ from neuron_di.obs.log_stream import LogStream
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
-_PLAIN = re.compile(r"[!-~]+")  # printable ASCII, no space
-_QUOTED = re.compile(r'["=\\]')
+_PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII but for the space, ", = and \
 
 
 class EventLogger:
@@ -82,6 +81,9 @@ def setup_logging(
     """Send the logs of this process, other libraries' too, to stderr. Called once, at start."""
     handler = _LineHandler(LogStream(sys.stderr))
     handler.setFormatter(_LineFormatter(process_name, log_format))
+    # No line says where it was written, nor on which thread: so nobody need find it out.
+    logging._srcfile = None  # noqa: SLF001 - as logging's own documentation has it
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -138,7 +140,12 @@ class _LineFormatter(logging.Formatter):
             line["traceback"] = _traceback_of(record.exc_info[1])
         if self._format == "json":
             return json.dumps(line, default=str)
-        return " ".join(f"{key}={_as_text(value)}" for key, value in line.items())
+        return " ".join(
+            [
+                f"{key}={text if _PLAIN.fullmatch(text := str(value)) else json.dumps(text)}"
+                for key, value in line.items()
+            ]
+        )
 
 
 def _words_of(record: logging.LogRecord) -> str:
@@ -159,10 +166,3 @@ def _traceback_of(error: BaseException | None) -> str:
     words = f": {error.message}" if isinstance(error, NeuronDiError) else ""
     own = f"{frames}{type(error).__qualname__}{words}"
     return own if earlier is None else f"{_traceback_of(earlier)}\n{own}"
-
-
-def _as_text(value: object) -> str:
-    text = str(value)
-    if _PLAIN.fullmatch(text) and not _QUOTED.search(text):
-        return text
-    return json.dumps(text)
