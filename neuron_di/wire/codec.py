@@ -1,5 +1,6 @@
 """Bytes to typed messages and back: msgspec only, a declared type and a size limit each time."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -43,13 +44,5 @@ class Decoder(Generic[T]):
         return message
 
 
-_json_encoder = msgspec.json.Encoder()
-_msgpack_encoder = msgspec.msgpack.Encoder()
-
-
-def encode_json(message: msgspec.Struct) -> bytes:
-    return _json_encoder.encode(message)
-
-
-def encode_msgpack(message: msgspec.Struct) -> bytes:
-    return _msgpack_encoder.encode(message)
+encode_json: Callable[[msgspec.Struct], bytes] = msgspec.json.Encoder().encode
+encode_msgpack: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode

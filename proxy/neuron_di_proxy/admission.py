@@ -230,8 +230,8 @@ class Admission:
         ticket.refusal = None  # whose traceback has all of the request
         ticket.account.num_open -= 1
         self._num_open -= 1
-        self._look()
         if self._queue.num_items:
+            self._look()
             self._start_waiting()
         if self._num_open == 0:
             self._idle.set()

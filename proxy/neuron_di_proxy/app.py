@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, WebsocketScope
@@ -74,7 +73,7 @@ class ProxyRequest(Request):
         super().__init__(method, scheme, path, *args, max_content_length=self.bytes_max, **more)
         self.cleanup = AsyncExitStack()
         self.exchange: Exchange | None = None
-        self.echoed_id = uuid4().hex  # or the client's own, once it was found good
+        self.echoed_id = fresh_id()  # or the client's own, once it was found good
         self.fields: Mapping[str, str] = {}  # its headers, by lower-case name
         self.tenant = NOBODY
 

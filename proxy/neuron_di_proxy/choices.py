@@ -89,8 +89,9 @@ class Choice:
         except Exception as error:
             self._end("error", failure_of(error).code)
             raise
-        finally:
+        except BaseException:
             self.close()
+            raise
         self._sink.finished(self._index, finished)
 
     def close(self) -> None:

@@ -315,7 +315,8 @@ class FrontConnection(asyncio.Protocol):
             self._leave(is_read=not self._has_surplus)
         else:
             self._wait_for_head()
-            self._go_on()
+            if self._received or self._is_paused:
+                self._go_on()
 
     def _refusal(self, error: Exception) -> Refusal:
         if self._exchange is not None:

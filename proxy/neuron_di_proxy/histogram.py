@@ -5,13 +5,13 @@ Measured on a 2-core machine: 0.3 us per value, a third of what the library's ow
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class Histogram:
     """Counts values by bucket. Not for several threads.
 
-    It is all in arrays, which `_token_lane.c` counts in, too. Only `observe` and that may.
+    It is all in arrays, which `_token_lane.c` counts in, too. Only that and what is here may.
     """
 
     __slots__ = ("bounds", "counts", "sums")
@@ -44,3 +44,10 @@ class Histogram:
             num += count
             rows.append((end, num))
         return rows
+
+
+def observe_all(values: Iterable[tuple[Histogram, float]]) -> None:
+    """Count a value in each histogram: by one call, as an answer that ends is one of many."""
+    for histogram, value in values:
+        histogram.counts[bisect_left(histogram.bounds, value)] += 1
+        histogram.sums[0] += value

@@ -20,7 +20,7 @@ from neuron_di.errors import DeadlinePassed, NeuronDiError
 from neuron_di.wire import DecodeLeg, Finished, PrefillLeg, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.emit import Emit, MakeLane, no_lane
-from neuron_di_proxy.failure import LegFailed, RequestTimeout, failure_of
+from neuron_di_proxy.failure import LegFailed, failure_of
 from neuron_di_proxy.health import Health, Watching
 from neuron_di_proxy.inbox import Side
 from neuron_di_proxy.leg_merge import PairOfLegs
@@ -45,9 +45,6 @@ class Launcher:
         it ends, also when it is cancelled, no leg stays open: all are closed before it is over,
         and nothing is awaited in between.
         """
-        if attempt.deadline.has_passed():
-            attempt.code = RequestTimeout.code
-            raise RequestTimeout("the request was not complete in time")
         sides = self._sides(attempt)
         stall_timeout_s = self._limits.stall_timeout_s
         running = (

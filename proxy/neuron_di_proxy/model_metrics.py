@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from neuron_di.errors import Preempted
 from neuron_di.types import FinishReason
-from neuron_di_proxy.histogram import Histogram
+from neuron_di_proxy.histogram import Histogram, observe_all
 from neuron_di_proxy.receipts import Receipt
 
 MODEL_LABEL = "model_name"
@@ -79,23 +79,24 @@ class ModelMetrics:
     def count(self, receipt: Receipt) -> None:
         """A choice ended."""
         self.num_by_reason[_REASONS[receipt.finish_reason]] += 1
-        self._request.observe(receipt.e2e_s)
+        observed: list[tuple[Histogram, float]] = [(self._request, receipt.e2e_s)]
         queued_s, prefill, decode = receipt.queued_s, receipt.prefill, receipt.decode
         if prefill is not None:
             queued_s += prefill.queued_s
-            self._prefill.observe(prefill.prefill_s)
+            observed.append((self._prefill, prefill.prefill_s))
         if decode is not None:
-            self._decode.observe(decode.decode_s)
-        self._queue.observe(queued_s)
+            observed.append((self._decode, decode.decode_s))
+        observed.append((self._queue, queued_s))
         if receipt.ttft_s is not None:
-            self._first_token.observe(receipt.ttft_s)
+            observed.append((self._first_token, receipt.ttft_s))
         if receipt.itl_mean_s is not None:
-            self._per_token.observe(receipt.itl_mean_s)
+            observed.append((self._per_token, receipt.itl_mean_s))
         if receipt.num_prompt:
             self._num_prompt += receipt.num_prompt
             self._num_cached += receipt.num_cached
-            self._prompt_tokens.observe(receipt.num_prompt)
-            self._answer_tokens.observe(receipt.num_generated)
+            observed.append((self._prompt_tokens, receipt.num_prompt))
+            observed.append((self._answer_tokens, receipt.num_generated))
+        observe_all(observed)
         num_gaps = -1
         for attempt in receipt.attempts:
             num_gaps += attempt.num_tokens

@@ -146,10 +146,10 @@ class RequestRunner:
                 number=len(tried),
                 request=request,
                 route=await self._find_route(request, record, began, deadline),
-                emitted=_given_before(record),
+                emitted=_given_before(record) if tried else (),
                 accepted_s=record.accepted_s,
                 deadline=deadline,
-                has_given_way=_has_given_way(record),
+                has_given_way=bool(tried) and _has_given_way(record),
                 begun_with=began.context_tokens() if began is not None else None,
             )
             tried.append(attempt)
@@ -338,9 +338,9 @@ class RequestRunner:
 def _given_before(record: RequestRecord) -> tuple[int, ...]:
     """The ids that the client has. Attempts that add none share them: who waits for room makes
     hundreds of attempts, and an answer may be long."""
-    before = record.attempts[-1].emitted if record.attempts else ()
+    before = record.attempts[-1].emitted
     return before if len(before) == len(record.emitted) else tuple(record.emitted)
 
 
 def _has_given_way(record: RequestRecord) -> bool:
-    return any(each.gave_way for each in record.attempts) if record.attempts else False
+    return any(each.gave_way for each in record.attempts)

@@ -1,7 +1,7 @@
 """Ids of requests: 32 hex digits that nobody can guess, as a receipt is found by its id."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _ID_BYTES = 16
 _DRAWN_AT_ONCE = 256  # asking the system costs more than an id's bytes
@@ -14,9 +14,5 @@ def _ids() -> Iterator[str]:
             yield digits[start : start + 2 * _ID_BYTES]
 
 
-_fresh = _ids()
-
-
-def fresh_id() -> str:
-    """An id that was never given before."""
-    return next(_fresh)
+# An id that was never given before.
+fresh_id: Callable[[], str] = _ids().__next__

@@ -76,10 +76,10 @@ class _Ready:
         self.prefills: list[WorkerRecord] = []
         self.wholes: list[WorkerRecord] = []
         self._all_decodes: list[WorkerRecord] = []
-        # Those that fit prefill workers of one kind, and the same lists by the prefill worker's
-        # record, which `prefills` keeps: asked for often.
+        # Those that fit prefill workers of one kind, and the same lists by the `id` of the prefill
+        # worker's record, which `prefills` keeps: asked for often.
         self._decodes: dict[Kind, list[WorkerRecord]] = {}
-        self._decodes_of: dict[int, list[WorkerRecord]] = {}
+        self.decodes_of: dict[int, list[WorkerRecord]] = {}
 
     def add(self, record: WorkerRecord) -> None:
         if record.role == "prefill":
@@ -87,7 +87,7 @@ class _Ready:
             kind = kind_of(record)
             if kind not in self._decodes:
                 self._decodes[kind] = [each for each in self._all_decodes if fits(record, each)]
-            self._decodes_of[id(record)] = self._decodes[kind]
+            self.decodes_of[id(record)] = self._decodes[kind]
         elif record.role == "decode":
             self._all_decodes.append(record)
             for kind, listed in self._decodes.items():
@@ -95,10 +95,6 @@ class _Ready:
                     listed.append(record)
         else:
             self.wholes.append(record)
-
-    def decodes(self, prefill: WorkerRecord) -> list[WorkerRecord]:
-        """Those that fit this prefill worker."""
-        return self._decodes_of[id(prefill)]
 
 
 def _no_load(_: WorkerRecord) -> float:
@@ -202,7 +198,7 @@ class Router:
                 pair = self._first_pair(ready, is_unfit, avoid, request, has_to_work=False)
             if pair is not None:
                 self._note_turn(pair.prefill, ready.prefills)
-                self._note_turn(pair.decode, ready.decodes(pair.prefill))
+                self._note_turn(pair.decode, ready.decodes_of[id(pair.prefill)])
                 return pair
         self._models.require(model, known)
         missing = self._what_is_missing(known, model)
@@ -271,7 +267,7 @@ class Router:
         hopeless: tuple[list[WorkerRecord], ...] = ()  # decode workers, none of whom is fit
         policy, load_of, rng = self._policy, self._load_of, self._rng
         for prefill in filterfalse(is_unfit, policy(ready.prefills, load_of, rng, request)):
-            listed = ready.decodes(prefill)
+            listed = ready.decodes_of[id(prefill)]
             if hopeless and any(listed is each for each in hopeless):
                 continue
             decodes = policy(listed, load_of, rng, request)

@@ -66,13 +66,6 @@ async def test_legs_are_told_what_time_remains(client, prefill, decode):
     await asyncio.gather(run.task, return_exceptions=True)
 
 
-async def test_nothing_is_opened_after_the_deadline(client, prefill, decode):
-    run = Run(client, Route(prefill.record, decode.record), deadline=Deadline.after(0.0))
-    with pytest.raises(RequestTimeout):
-        await run.task
-    assert prefill.legs == decode.legs == []
-
-
 async def test_the_deadline_ends_an_attempt_and_blames_nobody(client, prefill, decode):
     run = Run(client, Route(prefill.record, decode.record), deadline=Deadline.after(0.05))
     prefill_leg, decode_leg = await prefill.next_leg(), await decode.next_leg()

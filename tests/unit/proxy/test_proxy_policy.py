@@ -148,7 +148,7 @@ def test_a_worker_is_found_in_its_list_by_itself_not_by_its_fields():
     (lists,) = ready._decodes.values()
     odd = Odd(lists)
     ready._decodes = dict.fromkeys(ready._decodes, odd)
-    ready._decodes_of = dict.fromkeys(ready._decodes_of, odd)
+    ready.decodes_of = dict.fromkeys(ready.decodes_of, odd)
     world.end("d2")
     assert world.begin(1)[1] == ["d2"]
     assert odd[-1].worker_id == "d2"
