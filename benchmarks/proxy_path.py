@@ -28,7 +28,7 @@ import uvloop
 
 from benchmarks.proxy_load import Load
 from benchmarks.proxy_stub import finished, receipt, status
-from neuron_di.config import LimitOptions
+from neuron_di.config import LimitOptions, ProxyOptions
 from neuron_di.obs import setup_logging
 from neuron_di.wire import Parked, Released, WorkerRecord
 from neuron_di.wire.leg_link import (
@@ -41,7 +41,6 @@ from neuron_di.wire.leg_link import (
     from_proxy_decoder,
 )
 from neuron_di.wire.legs import LegEvent
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front import STARTS_PER_TURN
 from neuron_di_proxy.front_connection import FrontConnection
 from neuron_di_proxy.process import settle_garbage
@@ -192,7 +191,7 @@ class Path:
 
     def __init__(self, num_streams: int) -> None:
         limits = LimitOptions(requests_max=ROOM, queue_max=ROOM)
-        owner = Owner(Service(ProxyConfig(limits=limits), Directory()))
+        owner = Owner(Service(ProxyOptions(limits=limits), Directory()))
         self._loop = cast("NowhereLoop", asyncio.get_running_loop())
         self._clients: list[tuple[FrontConnection, _ClientTransport]] = []
         for _ in range(num_streams):

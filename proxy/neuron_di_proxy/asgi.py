@@ -19,7 +19,8 @@ from quart import Quart
 from neuron_di.config import ProxyOptions, load_options
 from neuron_di.obs import get_logger, setup_logging
 from neuron_di_proxy.app import create_app
-from neuron_di_proxy.process import config_of, open_directory
+from neuron_di_proxy.process import open_directory
+from neuron_di_proxy.processes import part_of
 from neuron_di_proxy.service import Service
 
 _log = get_logger(__name__)
@@ -64,7 +65,7 @@ async def _start(stack: AsyncExitStack) -> Service:
     options = load_options(ProxyOptions, argparse.Namespace(), os.environ)
     setup_logging("proxy", options.log.log_level, options.log.log_format)
     directory, meeting = await stack.enter_async_context(open_directory(options))
-    service = await stack.enter_async_context(Service(config_of(options), directory))
+    service = await stack.enter_async_context(Service(part_of(options), directory))
     _log.info("ready", pid=os.getpid(), **meeting.words())
     front = service.config.front
     if front.api_keys is None and not front.insecure:  # where it listens is the server's affair

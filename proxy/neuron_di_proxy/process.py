@@ -28,7 +28,6 @@ from neuron_di.registry import Directory as RegistryDirectory
 from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer, keep_s_for
 from neuron_di.stop_signals import stop_on_signals
 from neuron_di_proxy.allocator import LOOK_INTERVAL_S, Allocator
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.processes import FurtherProcesses, Meeting, part_of
 from neuron_di_proxy.route import Directory
 from neuron_di_proxy.server import bind, serve
@@ -64,19 +63,6 @@ def _within(front: FrontOptions, descriptors: int) -> FrontOptions:
     if num < front.connections_max:
         _log.warning("connections_bounded", connections_max=num, descriptors=descriptors)
     return replace(front, connections_max=num)
-
-
-def config_of(options: ProxyOptions) -> ProxyConfig:
-    """How this process is set up: with its part of the limits, where there are several."""
-    front, limits = part_of(options.front, options.limits)
-    return ProxyConfig(
-        host=options.host,
-        port=options.port,
-        front=front,
-        limits=limits,
-        routing=options.routing,
-        lease_s=options.etcd.etcd_ttl_s,
-    )
 
 
 @asynccontextmanager
@@ -137,7 +123,7 @@ async def _child_etcd(stack: AsyncExitStack) -> str:
 async def _run(options: ProxyOptions, descriptors: int) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
-    config = config_of(options)
+    config = part_of(options)
     config = replace(config, front=_within(config.front, descriptors))
     sock = bind(config, is_first=options.sibling_index == 0)
     host, port = sock.getsockname()[:2]

@@ -13,7 +13,7 @@ from typing import Self
 
 from neuron_di.child import Child, end, run_together
 from neuron_di.clock import Deadline
-from neuron_di.config import FrontOptions, LimitOptions, ProxyOptions, flags_of
+from neuron_di.config import ProxyOptions, flags_of
 from neuron_di.errors import ConfigError
 from neuron_di.obs import LaunchReport, get_logger
 from neuron_di.own_folder import OwnFolder, sweep
@@ -112,17 +112,16 @@ class FurtherProcesses:
         return Child(f"proxy-{index}", lambda: command)
 
 
-def part_of(front: FrontOptions, limits: LimitOptions) -> tuple[FrontOptions, LimitOptions]:
+def part_of(options: ProxyOptions) -> ProxyOptions:
     """One process' part of what the operator allows the proxy; at least one of everything."""
-    num = front.processes
-    return (
-        replace(front, connections_max=_part(front.connections_max, num)),
-        replace(
-            limits,
-            requests_max=None if limits.requests_max is None else _part(limits.requests_max, num),
-            queue_max=None if limits.queue_max is None else -(-limits.queue_max // num),
-        ),
+    front, limits, num = options.front, options.limits, options.front.processes
+    limits = replace(
+        limits,
+        requests_max=None if limits.requests_max is None else _part(limits.requests_max, num),
+        queue_max=None if limits.queue_max is None else -(-limits.queue_max // num),
     )
+    front = replace(front, connections_max=_part(front.connections_max, num))
+    return replace(options, front=front, limits=limits)
 
 
 def _part(whole: int, num: int) -> int:

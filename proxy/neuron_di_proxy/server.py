@@ -6,11 +6,10 @@ import ssl
 from collections.abc import Callable
 
 from neuron_di.clock import Deadline
-from neuron_di.config import cannot_listen, is_loopback, require_address
+from neuron_di.config import ProxyOptions, cannot_listen, is_loopback, require_address
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
 from neuron_di_proxy.app import create_app
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front import BACKLOG, Front
 from neuron_di_proxy.hypercorn_side import HypercornSide
 from neuron_di_proxy.route import Directory
@@ -22,7 +21,7 @@ LAST_WORDS_TIMEOUT_S = 1.0  # for connections that are still open after the drai
 _log = get_logger(__name__)
 
 
-def bind(config: ProxyConfig, *, is_first: bool = True) -> socket.socket:
+def bind(config: ProxyOptions, *, is_first: bool = True) -> socket.socket:
     """Take the proxy's address. With port 0 the system picks: see the socket's `getsockname`.
 
     Further processes of one proxy, which are not `is_first`, share the first one's port.
@@ -39,7 +38,7 @@ def bind(config: ProxyConfig, *, is_first: bool = True) -> socket.socket:
     return _bind(config, is_shared=is_shared)
 
 
-def _bind(config: ProxyConfig, *, is_shared: bool) -> socket.socket:
+def _bind(config: ProxyOptions, *, is_shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,7 +59,7 @@ def _bind(config: ProxyConfig, *, is_shared: bool) -> socket.socket:
     return sock
 
 
-def tls_context(config: ProxyConfig) -> ssl.SSLContext | None:
+def tls_context(config: ProxyOptions) -> ssl.SSLContext | None:
     """What TLS needs; None where the proxy does not speak it. Raises ConfigError."""
     cert, key = config.front.tls_cert, config.front.tls_key
     if cert is None and key is None:
@@ -84,7 +83,7 @@ def tls_context(config: ProxyConfig) -> ssl.SSLContext | None:
 
 
 async def serve(
-    config: ProxyConfig,
+    config: ProxyOptions,
     directory: Directory,
     sock: socket.socket,
     shutdown: asyncio.Event,
@@ -135,7 +134,7 @@ async def _drain(service: Service, deadline: Deadline) -> None:
         service.abandon_running()
 
 
-def _check_service_exposure(config: ProxyConfig) -> None:
+def _check_service_exposure(config: ProxyOptions) -> None:
     """Refuse to serve whoever can connect where that may be anybody. Warn of keys in the clear."""
     front = config.front
     if front.api_keys is not None and front.tls_cert is None and not is_loopback(config.host):

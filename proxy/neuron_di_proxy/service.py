@@ -18,6 +18,7 @@ from typing import Self
 import msgspec
 
 from neuron_di.clock import Deadline, now_s
+from neuron_di.config import ProxyOptions
 from neuron_di.errors import BadRequest, NeuronDiError, RateLimited
 from neuron_di.obs import get_logger
 from neuron_di.types import RequestId
@@ -28,7 +29,6 @@ from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer, continued_of
 from neuron_di_proxy.choice_request import ChoiceRequest, Endpoint
 from neuron_di_proxy.choices import Choice, ChoiceSink, choice_id, run_choices
 from neuron_di_proxy.client_request import ClientRequest
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.directory import CandidDirectory
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.health import Health, HealthReport
@@ -62,7 +62,7 @@ class Service:
     To stop: `admission.drain()`, wait for `admission`, `abandon_running`, leave.
     """
 
-    def __init__(self, config: ProxyConfig, directory: Directory) -> None:
+    def __init__(self, config: ProxyOptions, directory: Directory) -> None:
         self.config = config
         self.directory = directory
         self.limits = limits = config.limits
@@ -70,7 +70,9 @@ class Service:
         self.client = WorkerClient(limits)
         self.health = Health(self.client, directory, limits)
         self.pairs = PairBook()
-        self.admin = Admin(directory, self.client, self.health, self.pairs, lease_s=config.lease_s)
+        self.admin = Admin(
+            directory, self.client, self.health, self.pairs, lease_s=config.etcd.etcd_ttl_s
+        )
         self._models = models = KnownModels()
         self.router = Router(
             directory,

@@ -16,13 +16,12 @@ from chaos.judge import judge
 from etcd.etcd_kit import running_etcd
 
 from neuron_di.clock import Deadline
-from neuron_di.config import EtcdOptions
+from neuron_di.config import EtcdOptions, ProxyOptions
 from neuron_di.etcd.open_registry import open_registry
 from neuron_di.registry import Directory
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.types import Role
 from neuron_di.worker import Worker, peers, process
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.server import bind, serve
 
 from .passers_by import EXACT, census, passing
@@ -107,7 +106,7 @@ async def join_and_leave(tmp_path: Path) -> None:
         registry = await stack.enter_async_context(open_registry(None, options))
         assert registry is not None
         directory = await stack.enter_async_context(Directory(registry, keep_s=KEEP_S))
-        config = replace(ProxyConfig(), port=0)
+        config = replace(ProxyOptions(), port=0)
         sock, stop = bind(config), asyncio.Event()
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         proxy = asyncio.create_task(serve(config, directory, sock, stop))

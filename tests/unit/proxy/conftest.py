@@ -7,8 +7,7 @@ from launch_run import Run
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import ScriptedWorker, play_decode, play_prefill
 
-from neuron_di.config import LimitOptions
-from neuron_di_proxy.config import ProxyConfig
+from neuron_di.config import LimitOptions, ProxyOptions
 from neuron_di_proxy.route import Route
 from neuron_di_proxy.worker_client import WorkerClient
 
@@ -34,7 +33,7 @@ async def cluster(stack: AsyncExitStack) -> Cluster:
     prefill = await stack.enter_async_context(ScriptedWorker("p1", "prefill"))
     decode = await stack.enter_async_context(ScriptedWorker("d1", "decode"))
     proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(limits=AT_ONCE), [prefill.record, decode.record])
+        RunningProxy(ProxyOptions(limits=AT_ONCE), [prefill.record, decode.record])
     )
     return Cluster(prefill, decode, proxy)
 

@@ -8,9 +8,8 @@ from typing import Self
 import aiohttp
 import openai
 
-from neuron_di.config import LimitOptions
+from neuron_di.config import LimitOptions, ProxyOptions
 from neuron_di.wire import WorkerRecord
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.server import bind, serve
 
 # A single attempt, and no waiting for workers: each failure shows.
@@ -36,7 +35,7 @@ class RunningProxy:
     """The proxy on a free port. Without `takes_hot` hypercorn and Quart answer everything."""
 
     def __init__(
-        self, config: ProxyConfig, records: list[WorkerRecord], *, takes_hot: bool = True
+        self, config: ProxyOptions, records: list[WorkerRecord], *, takes_hot: bool = True
     ) -> None:
         self.directory = ListDirectory(records)
         self.shutdown = asyncio.Event()

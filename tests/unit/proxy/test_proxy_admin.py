@@ -12,18 +12,17 @@ from quart.typing import ResponseTypes
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import make_record
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import app
 from neuron_di_proxy.admin import Admin, Lines
 from neuron_di_proxy.admin_order import AdminLine, NotHere, check_sender
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.key_file import KeyRecord, make_key
 
 
 @pytest.fixture
 async def proxy() -> AsyncIterator[RunningProxy]:
     records = [make_record("p", "prefill", 1), make_record("d", "decode", 2)]
-    async with RunningProxy(ProxyConfig(limits=AT_ONCE), records) as proxy:
+    async with RunningProxy(ProxyOptions(limits=AT_ONCE), records) as proxy:
         yield proxy
 
 
@@ -70,7 +69,7 @@ async def test_a_foreign_web_page_cannot_order(proxy: RunningProxy, media_type: 
 @pytest.mark.parametrize("takes_hot", [True, False])
 async def test_without_keys_an_order_comes_from_this_machine_and_no_page(takes_hot: bool) -> None:
     """A page may have made its own name mean this machine: then Host says that name."""
-    config = ProxyConfig(limits=AT_ONCE)
+    config = ProxyOptions(limits=AT_ONCE)
     async with RunningProxy(config, [], takes_hot=takes_hot) as proxy:
         for headers, is_taken in (
             ({}, True),
@@ -134,7 +133,7 @@ async def test_an_order_that_is_given_up_before_its_first_line_leaves_nothing_op
 
     monkeypatch.setattr(Admin, "drain", drain)
     monkeypatch.setattr(app, "_echo_id", held)
-    async with RunningProxy(ProxyConfig(limits=AT_ONCE), []) as other:
+    async with RunningProxy(ProxyOptions(limits=AT_ONCE), []) as other:
         asking = asyncio.create_task(post(other, "/admin/drain", b'{"worker": "d"}'))
         await is_asked.wait()
         asking.cancel()
@@ -151,7 +150,7 @@ async def test_orders_are_for_operators(tmp_path: Path) -> None:
         operator_id: KeyRecord(tenant="op", sha256=other, operator=True),
     }
     write_key_file(path, records)
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
     async with RunningProxy(config, []) as proxy:
         for order in ("/admin/drain", "/admin/role"):
             for headers, status, code in (

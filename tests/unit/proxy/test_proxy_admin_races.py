@@ -16,7 +16,7 @@ import pytest
 from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import make_record
 
-from neuron_di.config import EngineOptions, WorkerOptions
+from neuron_di.config import EngineOptions, ProxyOptions, WorkerOptions
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.types import Incarnation, Role
 from neuron_di.wire.admin import PrepareDrain, PrepareRole
@@ -24,7 +24,6 @@ from neuron_di.worker import Worker, load_model
 from neuron_di.worker.orders import Orders
 from neuron_di.worker.role_epochs import EpochParts, run_epochs
 from neuron_di.worker.server import bind, listening
-from neuron_di_proxy.config import ProxyConfig
 
 ENGINE = EngineOptions(
     block_size=4, threads=1, chunk_tokens=16, prefill_batch=2, decode_batch=2, context_tokens=64
@@ -98,7 +97,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
         records = [each.worker.record() for each in cluster.workers]
         prefill = make_record("p", "prefill", 1, model="tiny")
         prefill = msgspec.structs.replace(prefill, model_digest=records[0].model_digest)
-        config = ProxyConfig(limits=AT_ONCE)
+        config = ProxyOptions(limits=AT_ONCE)
         cluster.proxies = [
             await stack.enter_async_context(RunningProxy(config, [prefill, *records]))
             for _ in range(2)

@@ -18,8 +18,8 @@ from scripted_worker import (
     token,
 )
 
+from neuron_di.config import ProxyOptions
 from neuron_di.wire import Failed
-from neuron_di_proxy.config import ProxyConfig
 
 MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 FIELDS = {"model": "tiny", "prompt": "hi"}
@@ -208,7 +208,7 @@ async def test_each_choice_goes_on_by_itself(stack):
     ]
     limits = replace(AT_ONCE, continuations_max=2, queue_timeout_s=5)
     records = [worker.record for worker in workers]
-    proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=limits), records))
+    proxy = await stack.enter_async_context(RunningProxy(ProxyOptions(limits=limits), records))
     async with proxy.http.post("/v1/completions", json=FIELDS | {"n": 3}) as response:
         assert response.headers["X-Neuron-Di-Continued"] == "2"
         assert response.headers["X-Neuron-Di-Route"].endswith("attempt=0")

@@ -11,9 +11,8 @@ from key_files import write_key_file
 from running_proxy import AT_ONCE, RunningProxy, read_events, until
 from scripted_worker import finished, parked, play_prefill, token
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di.wire import Failed
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.key_file import KeyRecord, make_key
 
 STREAM = {"model": "tiny", "prompt": "hi", "stream": True}
@@ -124,7 +123,7 @@ async def test_a_bad_body(playing, path, body):
 
 
 async def test_a_body_beyond_the_limit(cluster, stack):
-    config = ProxyConfig(front=FrontOptions(body_bytes_max=2000), limits=AT_ONCE)
+    config = ProxyOptions(front=FrontOptions(body_bytes_max=2000), limits=AT_ONCE)
     proxy = await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
 
     async def drip():
@@ -172,7 +171,7 @@ async def test_a_bug_of_ours_tells_the_client_nothing_of_itself(playing, caplog)
 
 
 async def test_more_requests_than_the_limit_are_refused_and_places_come_back(cluster, stack):
-    config = ProxyConfig(limits=replace(AT_ONCE, requests_max=1))
+    config = ProxyOptions(limits=replace(AT_ONCE, requests_max=1))
     proxy = await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
     opening = asyncio.create_task(proxy.http.post("/v1/completions", json=STREAM))
     prefill_leg, decode_leg = await cluster.prefill.next_leg(), await cluster.decode.next_leg()
@@ -193,7 +192,7 @@ async def test_more_requests_than_the_limit_are_refused_and_places_come_back(clu
 async def test_a_hundred_clients_that_leave_free_every_place(cluster, stack):
     proxy = await stack.enter_async_context(
         RunningProxy(
-            ProxyConfig(limits=replace(AT_ONCE, requests_max=100)), cluster.proxy.directory.records
+            ProxyOptions(limits=replace(AT_ONCE, requests_max=100)), cluster.proxy.directory.records
         )
     )
     clients = [
@@ -220,7 +219,7 @@ async def test_a_client_that_never_reads_loses_its_place(cluster, stack, monkeyp
             await leg.send(token(index, "x" * 100_000))
 
     cluster.prefill.script, cluster.decode.script = play_prefill, flood
-    config = ProxyConfig(limits=replace(AT_ONCE, send_timeout_s=0.5))
+    config = ProxyOptions(limits=replace(AT_ONCE, send_timeout_s=0.5))
     proxy = await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
     _, writer = await asyncio.open_connection(*proxy.address, limit=1)
     stack.callback(writer.close)
@@ -264,7 +263,7 @@ async def proxy_with_rate(cluster, tmp_path, tokens_per_minute):
     path = tmp_path / "keys.toml"
     record = KeyRecord(tenant="t", sha256=digest, tokens_per_minute=tokens_per_minute)
     write_key_file(path, {key_id: record})
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
     async with RunningProxy(config, cluster.proxy.directory.records) as proxy:
         proxy.http.headers["Authorization"] = f"Bearer {text}"
         yield proxy
@@ -365,7 +364,7 @@ async def test_a_model_whose_workers_are_gone_is_named_in_the_log(playing, caplo
 
 
 async def test_a_name_that_only_the_client_knows_is_not_logged(stack, caplog):
-    proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=AT_ONCE), []))
+    proxy = await stack.enter_async_context(RunningProxy(ProxyOptions(limits=AT_ONCE), []))
     status, _ = await proxy.post("/v1/completions", model="secret 'name'", prompt="hi")
     assert status == 503
     [fields] = logged(caplog, "request_failed")

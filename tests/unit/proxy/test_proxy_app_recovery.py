@@ -15,8 +15,8 @@ from scripted_worker import (
     token,
 )
 
+from neuron_di.config import ProxyOptions
 from neuron_di.wire import Failed
-from neuron_di_proxy.config import ProxyConfig
 
 FIVE_WORDS = "".join(WORDS[:5])
 FIELDS = {"model": "tiny", "prompt": "hi"}
@@ -69,7 +69,7 @@ async def make(stack):
                 ("prefill", play_prefill) if name[0] == "p" else ("decode", play_decode(5))
             )
             workers.append(await stack.enter_async_context(ScriptedWorker(name, role, script)))
-        config = ProxyConfig(limits=replace(LIMITS, **limits))
+        config = ProxyOptions(limits=replace(LIMITS, **limits))
         records = [worker.record for worker in workers]
         return Cluster2x2(workers, await stack.enter_async_context(RunningProxy(config, records)))
 

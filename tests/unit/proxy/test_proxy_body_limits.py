@@ -7,9 +7,9 @@ import pytest
 import quart
 from raw_http import RawClient, post
 
+from neuron_di.config import ProxyOptions
 from neuron_di_proxy.app import create_app
 from neuron_di_proxy.body_refusal import body_bytes_max
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.service import Service
 
 WHOLE = {"model": "tiny", "prompt": "hi"}
@@ -70,7 +70,7 @@ class NoWorkers:
 @pytest.mark.parametrize("route", LIMITS, ids=" ".join)
 async def test_behind_any_server_the_same(stack, route):
     """Where a handler reads it, it is refused; where none does, no more than that is kept."""
-    service = await stack.enter_async_context(Service(ProxyConfig(), NoWorkers()))
+    service = await stack.enter_async_context(Service(ProxyOptions(), NoWorkers()))
     app = create_app(service)
     kept = []
 

@@ -12,8 +12,7 @@ from raw_http import RawClient, get
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import ScriptedWorker, finished, play_decode, play_prefill, token
 
-from neuron_di.config import FrontOptions, LimitOptions
-from neuron_di_proxy.config import ProxyConfig
+from neuron_di.config import FrontOptions, LimitOptions, ProxyOptions
 from neuron_di_proxy.key_file import KeyRecord, make_key, read_key_file
 
 BODY = {"model": "tiny", "prompt": "Once", "max_tokens": 5}
@@ -74,7 +73,7 @@ async def exposed(stack, tmp_path):
     }
     prefill = await stack.enter_async_context(ScriptedWorker("p1", "prefill"))
     decode = await stack.enter_async_context(ScriptedWorker("d1", "decode"))
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
     proxy = await stack.enter_async_context(RunningProxy(config, [prefill.record, decode.record]))
     prefill.script, decode.script = play_prefill, play_decode(5)
     return Exposed(prefill, decode, proxy, keys)
@@ -123,7 +122,7 @@ async def test_a_tenants_limit_cuts_what_nobody_asked_for(stack, tmp_path, most)
     path = tmp_path / "keys.toml"
     headers = record_key(path, "carl", max_tokens=most)
     worker = await stack.enter_async_context(ScriptedWorker("b1", "both"))
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
     proxy = await stack.enter_async_context(RunningProxy(config, [worker.record]))
     exposed = Exposed(worker, worker, proxy, {})
     worker.script = play_both
@@ -283,7 +282,7 @@ async def test_overload_is_answered_and_nothing_is_left(stack):
     decode = await stack.enter_async_context(ScriptedWorker("d1", "decode"))
     limits = LimitOptions(requests_max=4, queue_max=8, drain_timeout_s=2)
     proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(limits=limits), [prefill.record, decode.record])
+        RunningProxy(ProxyOptions(limits=limits), [prefill.record, decode.record])
     )
     prefill.script = play_prefill
     running = []

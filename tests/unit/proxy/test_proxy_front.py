@@ -9,9 +9,8 @@ from raw_http import RawClient, get, post
 from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import finished, parked, play_prefill, released, token
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import front_connection
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front_connection import PIPELINED_BYTES_MAX
 from neuron_di_proxy.reply import PING
 
@@ -37,7 +36,7 @@ def event_loop_policy():
 
 async def another_proxy(stack, cluster, **front):
     """The same workers behind a proxy with these options."""
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(**front))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(**front))
     return await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
 
 

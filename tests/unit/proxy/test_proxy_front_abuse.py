@@ -16,9 +16,8 @@ from raw_http import RawClient, get, post
 from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import play_prefill, token
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import socket_rest
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front_connection import PIPELINED_BYTES_MAX, FrontConnection
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy")
@@ -44,7 +43,7 @@ def event_loop_policy():
 @pytest.fixture(params=[True, False], ids=["front", "hypercorn"])
 async def hurried(request, playing, stack):
     """A proxy with little patience, both ways."""
-    config = ProxyConfig(limits=replace(AT_ONCE, send_timeout_s=0.5), front=HURRIED)
+    config = ProxyOptions(limits=replace(AT_ONCE, send_timeout_s=0.5), front=HURRIED)
     return await stack.enter_async_context(
         RunningProxy(config, playing.proxy.directory.records, takes_hot=request.param)
     )
@@ -95,7 +94,7 @@ async def test_b03_a_head_without_an_end_is_refused_at_the_limit(hurried):
 
 async def test_a_client_that_speaks_tls_is_told_at_once_that_nobody_does(stack, playing):
     proxy = await stack.enter_async_context(  # one with much patience
-        RunningProxy(ProxyConfig(limits=AT_ONCE), playing.proxy.directory.records)
+        RunningProxy(ProxyOptions(limits=AT_ONCE), playing.proxy.directory.records)
     )
     hello = ssl.MemoryBIO()
     client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="x")
@@ -281,7 +280,7 @@ async def test_one_of_them_is_refused_in_each_turn_however_they_come(
 
 async def test_a_large_head_behind_one_of_them_is_read(stack, playing):
     front = FrontOptions(header_bytes_max=8 * PIPELINED_BYTES_MAX)
-    config = ProxyConfig(limits=AT_ONCE, front=front)
+    config = ProxyOptions(limits=AT_ONCE, front=front)
     proxy = await stack.enter_async_context(RunningProxy(config, playing.proxy.directory.records))
     async with RawClient(proxy.address) as raw:
         raw.send(REFUSED * 2 + get("/live", "X: " + "y" * (7 * PIPELINED_BYTES_MAX)))

@@ -8,8 +8,7 @@ from raw_http import RawClient, post
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import play_decode, play_prefill
 
-from neuron_di.config import FrontOptions
-from neuron_di_proxy.config import ProxyConfig
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy.key_file import KeyRecord, make_key
 
 COMPLETION = {"model": "tiny", "prompt": "hi"}
@@ -52,7 +51,7 @@ def masked(response):
 async def both_ways(stack, records, data, front):
     answers = []
     for takes_hot in (True, False):
-        config = ProxyConfig(limits=AT_ONCE, front=front)
+        config = ProxyOptions(limits=AT_ONCE, front=front)
         proxy = await stack.enter_async_context(RunningProxy(config, records, takes_hot=takes_hot))
         while records and (await proxy.get("/health"))[0] != 200:
             pass

@@ -12,10 +12,9 @@ from raw_http import RawClient, get, post
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, parked, play_decode, play_prefill, released, token
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di.wire import PromptReport
 from neuron_di_proxy import server
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front_connection import PIPELINED_BYTES_MAX, FrontConnection
 from neuron_di_proxy.reply import UNREAD_BYTES_MAX
 from neuron_di_proxy.service import Exchange
@@ -44,7 +43,7 @@ async def raw(cluster):
 
 async def another_proxy(stack, cluster, *, takes_hot=True, limits=AT_ONCE, **front):
     """The same workers behind a proxy with these options."""
-    config = ProxyConfig(limits=limits, front=FrontOptions(**front))
+    config = ProxyOptions(limits=limits, front=FrontOptions(**front))
     records = cluster.proxy.directory.records
     return await stack.enter_async_context(RunningProxy(config, records, takes_hot=takes_hot))
 

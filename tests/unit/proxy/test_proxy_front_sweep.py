@@ -6,9 +6,8 @@ import pytest
 from raw_http import RawClient, get
 from running_proxy import RunningProxy
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import server
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front import Front
 from neuron_di_proxy.front_sweep import INTERVAL_S_MAX, INTERVAL_S_MIN, sweep_interval_s
 
@@ -42,7 +41,7 @@ async def test_nothing_rings_once_the_last_connection_is_gone(monkeypatch):
             fronts.append(self)
 
     monkeypatch.setattr(server, "Front", WatchedFront)
-    config = ProxyConfig(front=FrontOptions(header_timeout_s=0.2))
+    config = ProxyOptions(front=FrontOptions(header_timeout_s=0.2))
     async with RunningProxy(config, []) as proxy:
         for _ in range(2):  # and it rings again with the next one
             async with RawClient(proxy.address) as client:

@@ -11,8 +11,7 @@ from raw_http import RawClient
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, token
 
-from neuron_di.config import FrontOptions
-from neuron_di_proxy.config import ProxyConfig
+from neuron_di.config import FrontOptions, ProxyOptions
 
 WHOLE = json.dumps({"model": "tiny", "prompt": "hi"}).encode()
 STREAM = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
@@ -29,7 +28,7 @@ def say_much(num_tokens, size):
 
 
 async def with_limits(stack, cluster, front=FrontOptions(), **limits):  # noqa: B008
-    config = ProxyConfig(limits=replace(AT_ONCE, **limits), front=front)
+    config = ProxyOptions(limits=replace(AT_ONCE, **limits), front=front)
     return await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
 
 

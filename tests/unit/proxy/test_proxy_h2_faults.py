@@ -13,9 +13,8 @@ from h2_client import H2Client
 from raw_http import RawClient, get
 from running_proxy import AT_ONCE, RunningProxy
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import front_connection, hypercorn_side, server
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front import Front
 
 PATIENCE_S = 30
@@ -43,7 +42,7 @@ async def until(holds):
 
 
 def config_with(**front):
-    return ProxyConfig(limits=AT_ONCE, front=FrontOptions(**front))
+    return ProxyOptions(limits=AT_ONCE, front=FrontOptions(**front))
 
 
 @pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
@@ -159,7 +158,7 @@ async def test_a_busy_connection_whose_client_takes_nothing_ends(playing, stack,
         await held_back.wait()
 
     playing.decode.script = say_nothing
-    config = ProxyConfig(limits=replace(AT_ONCE, send_timeout_s=0.3), front=front)
+    config = ProxyOptions(limits=replace(AT_ONCE, send_timeout_s=0.3), front=front)
     proxy = await stack.enter_async_context(RunningProxy(config, playing.proxy.directory.records))
     async with RawClient(proxy.address) as raw, asyncio.timeout(PATIENCE_S):
         client = H2Client(raw)

@@ -12,9 +12,8 @@ from raw_http import RawClient, post
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, play_prefill, token
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import socket_rest
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.hypercorn_side import _Buffer
 
 BODY = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
@@ -56,7 +55,7 @@ class Client:
 async def impatient(stack, cluster):
     limits = replace(AT_ONCE, send_timeout_s=0.3)
     records = cluster.proxy.directory.records
-    return await stack.enter_async_context(RunningProxy(ProxyConfig(limits=limits), records))
+    return await stack.enter_async_context(RunningProxy(ProxyOptions(limits=limits), records))
 
 
 @pytest.mark.parametrize("size", [20, 60_000])
@@ -101,7 +100,7 @@ async def test_b06_connections_that_rest_keep_nobody_out(stack, playing, monkeyp
     front = FrontOptions(connections_max=4)
     records = playing.proxy.directory.records
     proxy = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(limits=AT_ONCE, front=front), records)
+        RunningProxy(ProxyOptions(limits=AT_ONCE, front=front), records)
     )
     raws = []
     for _ in range(8):

@@ -18,9 +18,9 @@ from scripted_worker import (
 )
 from test_proxy_front_equal import masked
 
+from neuron_di.config import ProxyOptions
 from neuron_di_proxy import leg_link, socket_reply
 from neuron_di_proxy.answer import StreamedAnswer
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.token_lane import IS_COMPILED, PlainLinkReader, relay_nothing
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension for tokens was not built")
@@ -170,7 +170,7 @@ async def test_a_continuation_takes_a_lane_again(stack, monkeypatch):
         for name, script in scripts.items()
     ]
     limits = replace(AT_ONCE, retries_max=2, continuations_max=2, queue_timeout_s=5)
-    config, records = ProxyConfig(limits=limits), [worker.record for worker in workers]
+    config, records = ProxyOptions(limits=limits), [worker.record for worker in workers]
     long_way = count_long_way(monkeypatch)
     bodies = []
     for _ in range(2):

@@ -11,9 +11,9 @@ from metric_samples import parse, samples
 from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import make_record, token
 
+from neuron_di.config import ProxyOptions
 from neuron_di.registry import RefusedRecord
 from neuron_di.wire import Failed, LaneStatus
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.health import HealthReport
 from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.receipts import AttemptReceipt, Receipt
@@ -136,7 +136,7 @@ async def test_what_a_worker_refuses_for_the_clients_own_fault_is_no_answer(
 async def test_who_waits_for_a_worker_waits_and_its_receipt_says_how_long(playing, stack):
     records = [playing.prefill.record]
     limits = replace(AT_ONCE, queue_timeout_s=30)
-    proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=limits), records))
+    proxy = await stack.enter_async_context(RunningProxy(ProxyOptions(limits=limits), records))
     asking = asyncio.create_task(proxy.post("/v1/completions", **FIELDS))
 
     async def waits():
@@ -173,7 +173,7 @@ async def test_a_client_that_leaves_is_counted(cluster):
 async def test_a_client_that_leaves_before_its_turn_is_counted_and_so_is_its_wait(cluster, stack):
     limits = replace(AT_ONCE, requests_max=1, queue_timeout_s=30)
     records = cluster.proxy.directory.records
-    proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=limits), records))
+    proxy = await stack.enter_async_context(RunningProxy(ProxyOptions(limits=limits), records))
     running = asyncio.create_task(proxy.http.post("/v1/completions", json=FIELDS))
     await cluster.prefill.next_leg()
     waiting = [
@@ -206,7 +206,7 @@ async def test_a_client_that_leaves_before_its_turn_is_counted_and_so_is_its_wai
 
 async def test_two_proxies_count_apart(playing, stack):
     other = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(limits=AT_ONCE), playing.proxy.directory.records)
+        RunningProxy(ProxyOptions(limits=AT_ONCE), playing.proxy.directory.records)
     )
     await playing.proxy.post("/v1/completions", **FIELDS)
     assert (await samples(other))["neuron_di_requests_total", "", "length"] == 0
@@ -384,7 +384,7 @@ def test_what_is_wrong_with_the_registry():
 async def test_what_has_not_happened_is_there_as_zero(playing, stack):
     """Or a monitoring system sees no increase when it does for the first time."""
     fresh = await stack.enter_async_context(
-        RunningProxy(ProxyConfig(limits=AT_ONCE), playing.proxy.directory.records)
+        RunningProxy(ProxyOptions(limits=AT_ONCE), playing.proxy.directory.records)
     )
     seen = await samples(fresh)
     for name, labels in (

@@ -9,9 +9,8 @@ from msgspec import structs
 from running_proxy import RunningProxy, until
 from scripted_worker import make_record, play_decode, play_prefill, receipt, token
 
-from neuron_di.config import LimitOptions
+from neuron_di.config import LimitOptions, ProxyOptions
 from neuron_di.wire import Failed
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.health import HealthReport
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.metrics import LINKS_MAX, MODELS_MAX, Metrics
@@ -121,7 +120,7 @@ async def test_an_answer_is_counted_as_vllm_counts_it(playing):
 
 
 async def test_who_runs_and_who_waits_is_seen_meanwhile(stack, cluster):
-    config = ProxyConfig(limits=LimitOptions(requests_max=2, drain_timeout_s=2))
+    config = ProxyOptions(limits=LimitOptions(requests_max=2, drain_timeout_s=2))
     workers = [cluster.prefill.record, cluster.decode.record]
     proxy = await stack.enter_async_context(RunningProxy(config, workers))
     both = asyncio.create_task(proxy.post("/v1/completions", n=2, **FIELDS))
@@ -154,7 +153,7 @@ async def test_who_runs_and_who_waits_is_seen_meanwhile(stack, cluster):
 async def test_who_waited_too_long_is_counted_as_refused(stack, cluster):
     limits = LimitOptions(requests_max=1, queue_timeout_s=0.05, drain_timeout_s=2)
     workers = [cluster.prefill.record, cluster.decode.record]
-    proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=limits), workers))
+    proxy = await stack.enter_async_context(RunningProxy(ProxyOptions(limits=limits), workers))
     first = asyncio.create_task(proxy.post("/v1/completions", **FIELDS))
     await cluster.prefill.next_leg()
     status, _ = await proxy.post("/v1/completions", **FIELDS)

@@ -17,10 +17,9 @@ from running_proxy import AT_ONCE, RunningProxy, until
 from scripted_worker import ScriptedWorker, parked, released, token
 
 from neuron_di.clock import Deadline
-from neuron_di.config import LimitOptions
+from neuron_di.config import LimitOptions, ProxyOptions
 from neuron_di.errors import CapacityError
 from neuron_di.wire import Failed
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.front_connection import FrontConnection
 from neuron_di_proxy.service import Exchange
 from neuron_di_proxy.tenant import Tenant
@@ -92,7 +91,7 @@ async def test_a_failed_request_is_gone(no_collector, scripts, limits: LimitOpti
     async with (
         ScriptedWorker("p1", "prefill", scripts[0]) as one,
         ScriptedWorker("d1", "decode", scripts[1]) as two,
-        RunningProxy(ProxyConfig(limits=limits), [one.record, two.record]) as proxy,
+        RunningProxy(ProxyOptions(limits=limits), [one.record, two.record]) as proxy,
     ):
         before = num_left(Exchange)
         await ask_often(proxy, status)
@@ -104,7 +103,7 @@ async def test_a_connection_that_found_the_queue_full_is_gone(no_collector):
     async with (
         ScriptedWorker("p1", "prefill", idle) as one,
         ScriptedWorker("d1", "decode", idle) as two,
-        RunningProxy(ProxyConfig(limits=limits), [one.record, two.record]) as proxy,
+        RunningProxy(ProxyOptions(limits=limits), [one.record, two.record]) as proxy,
     ):
         running = asyncio.create_task(proxy.post("/v1/completions", model="tiny", prompt="a"))
         await until(lambda: at_work(proxy))

@@ -12,9 +12,8 @@ from raw_http import RawClient, get, post
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, play_prefill, token
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy.app import create_app
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.key_file import KeyRecord, make_key
 from neuron_di_proxy.service import Service
 
@@ -92,7 +91,7 @@ async def test_a_body_of_another_route_is_bounded_and_a_key_is_asked_for_first(
     key_id, _, digest = make_key()
     path = tmp_path / "keys.toml"
     write_key_file(path, {key_id: KeyRecord(tenant="t", sha256=digest)})
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
     proxy = await stack.enter_async_context(RunningProxy(config, playing.proxy.directory.records))
     async with RawClient(proxy.address) as raw:
         raw.send(post("/tokenize", b"x" * 1000)[:-1000])  # its body never comes
@@ -206,7 +205,7 @@ async def test_a_websocket_over_http_2_is_refused_in_our_words(playing, caplog):
 
 
 async def test_a_server_that_knows_no_reasons_is_told_to_close_a_websocket(stack):
-    service = await stack.enter_async_context(Service(ProxyConfig(), NoWorkers()))
+    service = await stack.enter_async_context(Service(ProxyOptions(), NoWorkers()))
     sent = []
 
     async def receive():
@@ -242,7 +241,7 @@ PING = frame(6, 0, 0, b"12345678")
     "first", [b"", frame(1, 0, 1, b"\x83"), PING], ids=["settings", "half a head", "ping"]
 )
 async def test_http_2_without_a_request_is_ended(playing, stack, first):
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(header_timeout_s=0.3))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(header_timeout_s=0.3))
     proxy = await stack.enter_async_context(RunningProxy(config, playing.proxy.directory.records))
     async with RawClient(proxy.address) as raw:
         raw.send(PREFACE + first)
@@ -252,7 +251,7 @@ async def test_http_2_without_a_request_is_ended(playing, stack, first):
 
 
 async def test_http_2_that_idles_is_ended_whatever_it_pings(playing, stack):
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(keep_alive_s=1.0))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(keep_alive_s=1.0))
     proxy = await stack.enter_async_context(RunningProxy(config, playing.proxy.directory.records))
     async with RawClient(proxy.address) as raw:
         status, _ = await Http2(raw).ask("GET", "/version")

@@ -9,10 +9,10 @@ import pytest
 from request_bodies import MESSAGES, read_chat_body, read_completion_body
 from running_proxy import ListDirectory
 
+from neuron_di.config import ProxyOptions
 from neuron_di.errors import BadRequest
 from neuron_di_proxy.admin_order import AdminLine, DrainRequest, RoleRequest
 from neuron_di_proxy.app import create_app
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.openapi import openapi_document
 from neuron_di_proxy.request_fields import REFUSALS, ChatFields, CompletionFields
 from neuron_di_proxy.service import Service
@@ -54,7 +54,7 @@ def test_a_schema_is_one(name):
 
 
 async def test_every_route_is_documented_and_every_documented_route_is_there():
-    app = create_app(Service(ProxyConfig(), ListDirectory([])))
+    app = create_app(Service(ProxyOptions(), ListDirectory([])))
     served = {
         (method.lower(), re.sub(r"<(?:path:)?(\w+)>", "{}", rule.rule))
         for rule in app.url_map.iter_rules()

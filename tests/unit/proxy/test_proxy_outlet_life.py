@@ -14,7 +14,7 @@ from raw_http import DEADLINE_S, RawClient, post
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import ScriptedWorker, finished, play_prefill, token
 
-from neuron_di_proxy.config import ProxyConfig
+from neuron_di.config import ProxyOptions
 from neuron_di_proxy.front_connection import FrontConnection
 from neuron_di_proxy.reply import UNREAD_BYTES_MAX
 from neuron_di_proxy.socket_reply import SocketReply
@@ -93,7 +93,7 @@ def assert_never_sends(outlet, number, pair):
 def test_an_outlet_is_closed_when_its_client_has_left(run, monkeypatch, pair):
     async def check():
         watch = Watch(monkeypatch)
-        async with RunningProxy(ProxyConfig(limits=AT_ONCE), []) as proxy:
+        async with RunningProxy(ProxyOptions(limits=AT_ONCE), []) as proxy:
             async with RawClient(proxy.address):
                 connection = await watch.made.get()
                 outlet = connection._outlet
@@ -109,7 +109,7 @@ def test_an_outlet_is_closed_when_its_client_has_left(run, monkeypatch, pair):
 def test_an_outlet_is_closed_when_its_connection_is_handed_over(run, monkeypatch, pair):
     async def check():
         watch = Watch(monkeypatch)
-        async with RunningProxy(ProxyConfig(limits=AT_ONCE), []) as proxy:
+        async with RunningProxy(ProxyOptions(limits=AT_ONCE), []) as proxy:
             async with RawClient(proxy.address) as raw:
                 outlet = (await watch.made.get())._outlet
                 number = outlet.fd
@@ -145,7 +145,7 @@ def test_a_client_that_reads_nothing_is_left_long_before_its_deadline(run, monke
             workers.append(ScriptedWorker("d1", "decode", decode))
             for worker in workers:
                 await stack.enter_async_context(worker)
-            config = ProxyConfig(limits=replace(AT_ONCE, send_timeout_s=600.0))
+            config = ProxyOptions(limits=replace(AT_ONCE, send_timeout_s=600.0))
             records = [worker.record for worker in workers]
             proxy = await stack.enter_async_context(RunningProxy(config, records))
             client = stack.enter_context(socket.socket())

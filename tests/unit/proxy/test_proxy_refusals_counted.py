@@ -8,9 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from raw_http import RawClient, post
 from running_proxy import AT_ONCE, RunningProxy, until
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import socket_rest
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.key_file import KeyRecord, make_key
 
 PATH = "/v1/completions"
@@ -69,7 +68,7 @@ async def connections(proxy):
 async def test_a_refusal_is_counted_once(playing, stack, case, takes_hot):
     data, status, code = {**BY_BOTH_WAYS, **BY_THE_FRONT}[case]
     records = playing.proxy.directory.records
-    config = ProxyConfig(limits=AT_ONCE, front=FRONT)
+    config = ProxyOptions(limits=AT_ONCE, front=FRONT)
     proxy = await stack.enter_async_context(RunningProxy(config, records, takes_hot=takes_hot))
     async with RawClient(proxy.address) as raw:
         raw.send(data)
@@ -82,7 +81,7 @@ async def test_a_wrong_key_is_counted_once(playing, stack, tmp_path, takes_hot):
     key_id, text, digest = make_key()
     path = tmp_path / "keys.toml"
     write_key_file(path, {key_id: KeyRecord(tenant="t", sha256=digest, operator=True)})
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(api_keys=str(path)))
     records = playing.proxy.directory.records
     proxy = await stack.enter_async_context(RunningProxy(config, records, takes_hot=takes_hot))
     proxy.http.headers["Authorization"] = f"Bearer {text}"
@@ -94,7 +93,7 @@ async def test_a_wrong_key_is_counted_once(playing, stack, tmp_path, takes_hot):
 
 async def test_connections_are_counted_open_and_refused(playing, stack, monkeypatch):
     monkeypatch.setattr(socket_rest, "QUIET_S", 0.0)
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(connections_max=3))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(connections_max=3))
     records = playing.proxy.directory.records
     proxy = await stack.enter_async_context(RunningProxy(config, records))
     assert await connections(proxy) == (1, 0), "asked on one that rests then"

@@ -6,9 +6,9 @@ import pytest
 from request_bodies import CHOICES_MAX, chat, completion
 from running_proxy import AT_ONCE, ListDirectory
 
+from neuron_di.config import ProxyOptions
 from neuron_di_proxy.admission import Ticket
 from neuron_di_proxy.client_request import COUNTED_TOKENS_MAX, UNLIMITED_TOKENS
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.fair_queue import FairQueue
 from neuron_di_proxy.quart_reply import QuartReply
 from neuron_di_proxy.request_fields import INT64_MAX
@@ -58,7 +58,7 @@ async def test_the_queue_goes_by_it(monkeypatch):
         costs.append((num_places, cost))
 
     monkeypatch.setattr(Ticket, "take", take)
-    service = Service(ProxyConfig(limits=AT_ONCE), ListDirectory([]))
+    service = Service(ProxyOptions(limits=AT_ONCE), ListDirectory([]))
     exchange = service.open("completions", {})
     body = b'{"model": "tiny", "prompt": "%b", "max_tokens": 7, "n": 2}' % (b"x" * 38)
     answering = asyncio.create_task(exchange.answer(body, QuartReply(0)))

@@ -14,9 +14,8 @@ from raw_http import RawClient, get, post
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, token
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import socket_rest
-from neuron_di_proxy.config import ProxyConfig
 
 PATH = "/v1/completions"
 WHOLE = {"model": "tiny", "prompt": "hi"}
@@ -31,7 +30,7 @@ async def say_much(leg):
 
 
 async def proxy_with(stack, cluster, **front):
-    config = ProxyConfig(limits=AT_ONCE, front=FrontOptions(**front))
+    config = ProxyOptions(limits=AT_ONCE, front=FrontOptions(**front))
     proxy = await stack.enter_async_context(RunningProxy(config, cluster.proxy.directory.records))
     await proxy.http.close()  # its connection would be one of them
     return proxy

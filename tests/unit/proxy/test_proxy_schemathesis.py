@@ -23,8 +23,7 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from scripted_worker import MODEL, ScriptedWorker, play_decode, play_prefill
 
-from neuron_di.config import LimitOptions
-from neuron_di_proxy.config import ProxyConfig
+from neuron_di.config import LimitOptions, ProxyOptions
 from neuron_di_proxy.openapi import openapi_document
 
 EXAMPLES = 40  # of each kind for each route that takes a body
@@ -82,7 +81,7 @@ async def serve(ready: "threading.Event", address: list[str], stop: asyncio.Even
         decode = await stack.enter_async_context(ScriptedWorker("d1", "decode", play_decode(5)))
         for worker in (prefill, decode):
             worker.record = msgspec.structs.replace(worker.record, tool_format="hermes")
-        config = ProxyConfig(limits=LimitOptions(drain_timeout_s=2))
+        config = ProxyOptions(limits=LimitOptions(drain_timeout_s=2))
         proxy = RunningProxy(config, [prefill.record, decode.record])
         async with proxy:
             address.append(proxy.url)

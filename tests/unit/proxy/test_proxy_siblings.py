@@ -11,7 +11,6 @@ from scripted_worker import finished, make_record
 from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di.errors import ConfigError
 from neuron_di.types import RequestId
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.metrics_of_all import join_metrics
 from neuron_di_proxy.processes import FurtherProcesses, Meeting, part_of
 from neuron_di_proxy.receipts import RequestRecord
@@ -74,11 +73,11 @@ def test_each_series_is_kept_once_for_each_process():
 def test_each_process_has_its_part_of_the_limits():
     front = FrontOptions(processes=3, connections_max=100)
     limits = replace(AT_ONCE, requests_max=2, queue_max=0)
-    assert part_of(front, limits) == (
-        replace(front, connections_max=34),
-        replace(limits, requests_max=1),
-    )
-    assert part_of(front, AT_ONCE)[1] == AT_ONCE  # both are worked out from the workers' slots
+    part = part_of(ProxyOptions(front=front, limits=limits))
+    assert part.front == replace(front, connections_max=34)
+    assert part.limits == replace(limits, requests_max=1)
+    # Both are worked out from the workers' slots.
+    assert part_of(ProxyOptions(front=front, limits=AT_ONCE)).limits == AT_ONCE
 
 
 def test_each_process_has_its_part_of_a_tenants_limits():
@@ -92,7 +91,7 @@ async def processes(stack, tmp_path):
     """Two processes' services and what they have for each other; a third one is not there."""
     made = []
     for index in range(2):
-        service = Service(ProxyConfig(limits=AT_ONCE), ListDirectory([]))
+        service = Service(ProxyOptions(limits=AT_ONCE), ListDirectory([]))
         place = SiblingPlace(folder=str(tmp_path), index=index, num_processes=3)
         made.append((service, await stack.enter_async_context(Siblings(service, place))))
     return made
@@ -144,7 +143,7 @@ async def test_one_that_was_started_again_learns_whom_the_others_know(processes,
 
 
 async def test_a_process_alone_asks_nobody():
-    service = Service(ProxyConfig(limits=AT_ONCE), ListDirectory([]))
+    service = Service(ProxyOptions(limits=AT_ONCE), ListDirectory([]))
     async with Siblings(service, None) as alone:
         assert await alone.statuses() == []
         assert await alone.metrics() == service.metrics.text()

@@ -4,7 +4,7 @@ import asyncio
 
 from scripted_worker import ScriptedWorker, play_decode, play_prefill
 
-from neuron_di_proxy.config import ProxyConfig
+from neuron_di.config import ProxyOptions
 from neuron_di_proxy.service import Service
 from neuron_di_proxy.static_directory import StaticDirectory
 from neuron_di_proxy.status import report_health
@@ -19,7 +19,7 @@ async def test_a_failure_of_our_own_is_owned(stack, monkeypatch):
     workers[0].script, workers[1].script = play_prefill, play_decode(2)
     urls = tuple(worker.record.url() for worker in workers)
     directory = await stack.enter_async_context(StaticDirectory(urls))
-    service = await stack.enter_async_context(Service(ProxyConfig(), directory))
+    service = await stack.enter_async_context(Service(ProxyOptions(), directory))
     async with asyncio.timeout(30):
         while len(directory.workers()) < 2:  # noqa: ASYNC110 - it asks them
             await asyncio.sleep(0.01)
@@ -53,7 +53,7 @@ async def test_a_failure_of_our_own_is_owned(stack, monkeypatch):
 
 async def test_health_does_not_say_where_things_are(stack, monkeypatch):
     """It is asked for no key."""
-    service = await stack.enter_async_context(Service(ProxyConfig(), StaticDirectory(())))
+    service = await stack.enter_async_context(Service(ProxyOptions(), StaticDirectory(())))
     trouble = "etcd at 127.0.0.1:21999 cannot be reached: tcp://10.0.0.7:9000, /run/etcd.sock"
     monkeypatch.setattr("neuron_di_proxy.status._directory_trouble", lambda _: trouble)
     answer = report_health(service.router, service.health, service.pairs)

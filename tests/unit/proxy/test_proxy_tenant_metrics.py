@@ -7,11 +7,10 @@ from metric_samples import parse
 from running_proxy import AT_ONCE, ListDirectory
 from scripted_worker import finished
 
-from neuron_di.config import LimitOptions
+from neuron_di.config import LimitOptions, ProxyOptions
 from neuron_di.errors import RateLimited
 from neuron_di.types import RequestId
 from neuron_di_proxy import tenant_metrics
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.quart_reply import QuartReply
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.service import Service
@@ -28,7 +27,7 @@ def receipt_of(tenant):
 
 @pytest.fixture
 def service():
-    return Service(ProxyConfig(limits=AT_ONCE), ListDirectory([]))
+    return Service(ProxyOptions(limits=AT_ONCE), ListDirectory([]))
 
 
 def of_tenants(service):
@@ -59,7 +58,7 @@ def test_what_a_limit_refuses_is_counted(service, monkeypatch):
 
 async def test_who_leaves_before_its_turn_is_counted(monkeypatch):
     limits = LimitOptions(requests_max=1)
-    service = Service(ProxyConfig(limits=limits), ListDirectory([]))
+    service = Service(ProxyOptions(limits=limits), ListDirectory([]))
     monkeypatch.setattr(service.keys, "tenant_of", lambda _: Tenant(name="b"))
     runs = service.admission.arrive(A)
     assert runs.starts_at_once()

@@ -9,9 +9,8 @@ import pytest
 from raw_http import RawClient, get, post
 from running_proxy import AT_ONCE, RunningProxy
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di.errors import ConfigError
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.server import tls_context
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
@@ -39,7 +38,7 @@ def pem(tmp_path_factory):
 def config_with(folder, cert="cert.pem", key="key.pem"):
     names = {"tls_cert": cert, "tls_key": key}
     front = {name: None if each is None else str(folder / each) for name, each in names.items()}
-    return ProxyConfig(limits=AT_ONCE, front=FrontOptions(**front))
+    return ProxyOptions(limits=AT_ONCE, front=FrontOptions(**front))
 
 
 def client_tls(folder, *alpn):
@@ -107,4 +106,4 @@ def test_what_is_wrong_with_the_files_is_said(pem, cert, key, said):
 
 
 def test_without_files_there_is_no_tls():
-    assert tls_context(ProxyConfig()) is None
+    assert tls_context(ProxyOptions()) is None

@@ -8,7 +8,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import ScriptedWorker, finished, token
 
-from neuron_di_proxy.config import ProxyConfig
+from neuron_di.config import ProxyOptions
 
 MESSAGES = [{"role": "user", "content": "What is the weather in Ulm?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -39,7 +39,7 @@ async def ask(stack, worker):
     record = msgspec.structs.replace(
         worker.record, tool_format="hermes", reasoning=("<think>", "</think>")
     )
-    proxy = await stack.enter_async_context(RunningProxy(ProxyConfig(limits=AT_ONCE), [record]))
+    proxy = await stack.enter_async_context(RunningProxy(ProxyOptions(limits=AT_ONCE), [record]))
 
     async def ask(**fields):
         fields |= {"model": "tiny", "messages": MESSAGES, "tools": [TOOL]}

@@ -12,11 +12,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from running_proxy import AT_ONCE, RunningProxy
 from scripted_worker import finished, parked, receipt, token
 
-from neuron_di.config import FrontOptions
+from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di.errors import ConfigError
 from neuron_di.wire import Released
 from neuron_di_proxy import tracing
-from neuron_di_proxy.config import ProxyConfig
 from neuron_di_proxy.receipts import Receipt
 from neuron_di_proxy.spans import EndedChoice, spans_of
 from neuron_di_proxy.trace_context import new_trace
@@ -115,7 +114,7 @@ async def traced(stack, cluster, collector, soon):
 
     cluster.prefill.script, cluster.decode.script = prefill, decode
     front = FrontOptions(otlp_endpoint=collector.url)
-    config = ProxyConfig(limits=AT_ONCE, front=front)
+    config = ProxyOptions(limits=AT_ONCE, front=front)
     cluster.proxy = await stack.enter_async_context(
         RunningProxy(config, [cluster.prefill.record, cluster.decode.record])
     )
