@@ -1,6 +1,6 @@
 """The Quart application: OpenAI's endpoints, and what an operator asks for.
 
-A request for tokens goes: `service` takes it, `openai_request` reads it, `choices` runs it,
+A request for tokens goes: `service` takes it, `request_reader` reads it, `choices` runs it,
 `recovery` brings each choice to its end, for each attempt `route` picks workers and `launch` runs
 both legs, `openai_response` writes. `front` does the same without Quart, on sockets of its own.
 

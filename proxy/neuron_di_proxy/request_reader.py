@@ -1,4 +1,8 @@
-"""Reads requests, and takes apart only what it has not seen before.
+"""Reads OpenAI's request documents, and takes apart only what it has not seen before.
+
+Every field either works or is refused by its name; nothing a client asks for is dropped in
+silence. Fields that say nothing of the answer (a user's name, a hint for caches) are taken. Prompts
+are passed on unread.
 
 A client sends the same fields again and again, with another prompt each time. So what was read of a
 body is kept, and found again by the body's bytes without its prompt's. Of a body that differs in
@@ -7,6 +11,8 @@ nothing else only the prompt is looked at, as it would be otherwise, too.
 Only plain requests are kept: one prompt, which is a text or a chat's messages, and no documents
 beside it. What a key holds may be a user's name or a stop text, so there are few, none is long,
 and none is ever shown.
+
+Next: proxy/neuron_di_proxy/completion_request.py, proxy/neuron_di_proxy/chat_request.py
 """
 
 import re
@@ -16,12 +22,13 @@ from typing import NamedTuple
 import msgspec
 
 from neuron_di.errors import BadRequest
+from neuron_di_proxy.chat_request import read_chat
 from neuron_di_proxy.choice_request import Endpoint
 from neuron_di_proxy.client_request import ClientRequest
+from neuron_di_proxy.completion_request import read_completion
 from neuron_di_proxy.field_rules import TraitsOf, draw_seed
 from neuron_di_proxy.json_object import Members, members_of
 from neuron_di_proxy.model_traits import ModelTraits
-from neuron_di_proxy.openai_request import read_chat, read_completion
 
 KNOWN_MAX = 64  # requests that are kept
 KNOWN_BYTES_MAX = 1024  # of one of them, without its prompt

@@ -4,7 +4,7 @@
     answer    the body: read, wait for a place, run all choices, write the reply
     close     the place is free again
 
-Next: proxy/neuron_di_proxy/openai_request.py, proxy/neuron_di_proxy/choices.py
+Next: proxy/neuron_di_proxy/request_reader.py, proxy/neuron_di_proxy/choices.py
 """
 
 import asyncio

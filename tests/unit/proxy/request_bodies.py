@@ -3,9 +3,10 @@
 import json
 from typing import Any
 
+from neuron_di_proxy.chat_request import read_chat
 from neuron_di_proxy.client_request import ClientRequest
+from neuron_di_proxy.completion_request import read_completion
 from neuron_di_proxy.model_traits import ModelTraits
-from neuron_di_proxy.openai_request import read_chat, read_completion
 
 CHOICES_MAX = 8
 MESSAGES = [{"role": "user", "content": "hi"}]

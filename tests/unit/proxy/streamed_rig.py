@@ -8,8 +8,8 @@ from scripted_worker import token
 from neuron_di.clock import now_s
 from neuron_di.types import RequestId
 from neuron_di_proxy.answer import StreamedAnswer
+from neuron_di_proxy.completion_request import read_completion
 from neuron_di_proxy.model_traits import ModelTraits
-from neuron_di_proxy.openai_request import read_completion
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.reply import EVENT_STREAM

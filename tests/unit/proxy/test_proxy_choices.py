@@ -12,9 +12,9 @@ from neuron_di.wire import Finished
 from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer
 from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.choices import Choice, choice_id, run_choices
+from neuron_di_proxy.completion_request import read_completion
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.model_traits import ModelTraits
-from neuron_di_proxy.openai_request import read_completion
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.receipts import RequestRecord
 

@@ -6,18 +6,18 @@ from request_bodies import MESSAGES, TRAITS, chat, completion, read_chat_body, r
 
 from neuron_di.errors import BadRequest
 from neuron_di.wire import PromptOptions
+from neuron_di_proxy.chat_request import read_chat
+from neuron_di_proxy.completion_request import read_completion
 from neuron_di_proxy.failure import error_body, failure_of
 from neuron_di_proxy.json_object import read_body
 from neuron_di_proxy.model_traits import ModelTraits
-from neuron_di_proxy.openai_request import read_chat, read_completion
 
 BOTH = pytest.mark.parametrize("read", [completion, chat])
 
 
 def test_the_defaults_are_openais():
     sampling = completion().sampling
-    assert sampling.max_tokens == 16
-    assert chat().sampling.max_tokens is None
+    assert (sampling.max_tokens, chat().sampling.max_tokens) == (16, None)
     assert (sampling.temperature, sampling.top_p, sampling.logprobs) == (1.0, 1.0, None)
     assert sampling.grammar is None
     assert not completion().stream

@@ -10,9 +10,10 @@ from request_bodies import CHOICES_MAX, MESSAGES, TRAITS
 
 from neuron_di.errors import BadRequest
 from neuron_di_proxy import json_object, request_reader
+from neuron_di_proxy.chat_request import read_chat
+from neuron_di_proxy.completion_request import read_completion
 from neuron_di_proxy.json_object import members_of
 from neuron_di_proxy.model_traits import ModelTraits
-from neuron_di_proxy.openai_request import read_chat, read_completion
 from neuron_di_proxy.request_reader import KNOWN_BYTES_MAX, KNOWN_MAX, RequestReader
 
 pytestmark = pytest.mark.skipif(
