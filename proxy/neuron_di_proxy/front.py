@@ -111,6 +111,7 @@ class Front:
     # What connections call.
 
     def joined(self, connection: FrontConnection) -> bool:
+        """A connection was made. False: there are too many, and it must end."""
         if self.num_connections >= self.options.connections_max:
             self._counts.num_refused += 1
             try:
@@ -128,6 +129,7 @@ class Front:
         return True
 
     def left(self, connection: FrontConnection) -> None:
+        """A connection is over."""
         self._connections.pop(connection, None)
         self._resting.pop(connection, None)
         self._count_open()
@@ -135,12 +137,15 @@ class Front:
             self._is_empty.set()
 
     def begins(self, connection: FrontConnection) -> None:
+        """A request's head has come."""
         self._resting.pop(connection, None)
 
     def rests(self, connection: FrontConnection) -> None:
+        """Its response is written, and the next request may come."""
         self._resting[connection] = None
 
     def let_answer(self, connection: FrontConnection) -> None:
+        """Call `begin_answer` of the connection, now or in its turn."""
         if self._num_started == 0:
             asyncio.get_running_loop().call_soon(self._next_turn)
         if self._num_started < STARTS_PER_TURN:
@@ -159,12 +164,14 @@ class Front:
     def hand_over(
         self, connection: FrontConnection, transport: asyncio.Transport, received: bytes
     ) -> None:
+        """Give an HTTP/2 connection and what it has received to hypercorn, for good."""
         self.left(connection)
         self._hypercorn.hold(transport, received, self._held_no_more)
         self._num_held += 1
         self._count_open()
 
     def open_other(self, head: RequestHead, transport: asyncio.Transport) -> QuartExchange:
+        """Take a request that Quart answers."""
         return QuartExchange(self._hypercorn.app, self.service, head, transport)
 
     def _end_a_resting_one(self) -> bool:

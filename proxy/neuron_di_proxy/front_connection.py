@@ -6,7 +6,7 @@ Next: proxy/neuron_di_proxy/service.py
 """
 
 import asyncio
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from neuron_di.clock import now_s
 from neuron_di.errors import NeuronDiError, TooLarge
@@ -14,7 +14,6 @@ from neuron_di.obs import get_logger
 from neuron_di_proxy.body_refusal import body_bytes_max, body_late, check_body, head_late
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.chunked_body import ChunkedBody
-from neuron_di_proxy.connection_owner import ConnectionOwner
 from neuron_di_proxy.connection_state import ConnectionState as _State
 from neuron_di_proxy.front_sweep import NEVER
 from neuron_di_proxy.half_close import keeps_listening
@@ -28,6 +27,9 @@ from neuron_di_proxy.socket_reply import SocketReply
 from neuron_di_proxy.socket_rest import is_quiet, unsent_of
 from neuron_di_proxy.token_lane import Outlet, outlet_of
 
+if TYPE_CHECKING:
+    from neuron_di_proxy.front import Front
+
 PIPELINED_BYTES_MAX = 64 << 10  # of further requests, before one is answered
 LEAVING_TIMEOUT_S = 2.0  # for a client to read the last response while it still sends
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -39,7 +41,7 @@ _log = get_logger(__name__)
 class FrontConnection(asyncio.Protocol):
     """Owned by its transport until that is lost or handed over. Never waits, never raises."""
 
-    def __init__(self, owner: ConnectionOwner) -> None:
+    def __init__(self, owner: "Front") -> None:
         self._owner = owner
         self._service = owner.service
         self._options = owner.options
