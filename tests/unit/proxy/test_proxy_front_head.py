@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from neuron_di.errors import BadRequest, NeuronDiError, TooLarge
 from neuron_di_proxy.body_refusal import BadContentCoding, BadExpectation, check_body_form
-from neuron_di_proxy.chunked_body import ChunkedBody
+from neuron_di_proxy.request_body import ChunkedBody
 from neuron_di_proxy.request_head import HEADERS_MAX, HeadTooLarge, read_head
 
 LINE = b"POST /v1/completions?x=1 HTTP/1.1\r\n"

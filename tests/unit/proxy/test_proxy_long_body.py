@@ -10,11 +10,9 @@ import pytest
 from neuron_di.errors import BadRequest
 from neuron_di.wire import DecodeLeg, PrefillLeg, PromptOptions, SamplingParams, encode_json
 from neuron_di.wire.legs import PeerAddress
-from neuron_di_proxy.body_pieces import BodyPieces
-from neuron_di_proxy.chunked_body import ChunkedBody
 from neuron_di_proxy.json_object import read_body
 from neuron_di_proxy.leg_document import LONG_PROMPT_BYTES, document_of
-from neuron_di_proxy.sized_body import SizedBody
+from neuron_di_proxy.request_body import BodyPieces, ChunkedBody, SizedBody
 
 LONG = 400_000
 BODY = random.Random(1).randbytes(LONG)

@@ -1,16 +1,74 @@
-"""A request's body that comes in HTTP/1.1 chunks: joined, bounded, and strict about its form."""
+"""A request's body while it comes: of a length that its head tells, or in HTTP/1.1's chunks.
+
+Either holds no more than what came, is bounded, and joins it once.
+"""
 
 from neuron_di.errors import BadRequest
-from neuron_di_proxy.body_pieces import BodyPieces
 from neuron_di_proxy.body_refusal import body_too_large
+
+# Smaller pieces are gathered, as each that is kept takes some memory beside its bytes.
+_SMALL_BYTES_MAX = 4 << 10
+_GATHERED_BYTES_MAX = 64 << 10
 
 _LINE_BYTES_MAX = 256  # a chunk's size with its extensions, or a trailer
 _TRAILERS_MAX = 16
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 
 
+class BodyPieces:
+    """What came of a body. Long pieces stay as they came: no byte is copied before `join`."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._pieces: list[bytes | bytearray] = []
+
+    def add(self, piece: bytes) -> None:
+        self.num_bytes += len(piece)
+        if len(piece) > _SMALL_BYTES_MAX:
+            self._pieces.append(piece)
+            return
+        last = self._pieces[-1] if self._pieces else b""
+        if isinstance(last, bytearray) and len(last) < _GATHERED_BYTES_MAX:
+            last += piece
+        else:
+            self._pieces.append(bytearray(piece))
+
+    def join(self) -> bytes:
+        """All of it. The pieces are given up."""
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        return body
+
+
+class SizedBody:
+    """Takes a body out of what comes. Holds no more than what came, whatever the length says."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._pieces = BodyPieces()
+
+    def add(self, data: bytes) -> bytes:
+        """Take what is the body's. What follows it is returned: mostly nothing."""
+        num_missing = self._num_bytes - self._pieces.num_bytes
+        if len(data) <= num_missing:
+            self._pieces.add(data)
+            return b""
+        self._pieces.add(data[:num_missing])
+        return data[num_missing:]
+
+    def whole(self) -> bytes | None:
+        """The body once it is there, None before. To be had once."""
+        return self._pieces.join() if self._pieces.num_bytes == self._num_bytes else None
+
+    def take(self, received: bytearray) -> bytes | None:
+        """As `ChunkedBody.take`."""
+        rest = self.add(bytes(received))
+        received[:] = rest
+        return self.whole()
+
+
 class ChunkedBody:
-    """Takes chunks out of what a connection has received, until the body is complete."""
+    """Takes chunks out of what a connection has received, and is strict about their form."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
