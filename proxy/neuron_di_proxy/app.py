@@ -36,13 +36,12 @@ from neuron_di_proxy.admin import Lines
 from neuron_di_proxy.admin_order import DrainRequest, RoleRequest, check_sender, read_order
 from neuron_di_proxy.body_refusal import body_bytes_max, body_late, body_too_large, check_body_form
 from neuron_di_proxy.choice_request import BYTES_PER_TOKEN, HOT_PATHS, Endpoint
-from neuron_di_proxy.failure import failure_of
+from neuron_di_proxy.failure import Refusal, failure_of, refusal_of
 from neuron_di_proxy.keys import authorize
 from neuron_di_proxy.known_models import ModelNotFound
 from neuron_di_proxy.metrics import CONTENT_TYPE
 from neuron_di_proxy.openapi import openapi_document
 from neuron_di_proxy.quart_reply import QuartReply
-from neuron_di_proxy.refusal import Refusal, refusal_of
 from neuron_di_proxy.request_head import check_headers
 from neuron_di_proxy.request_id import fresh_id
 from neuron_di_proxy.response_pieces import pieces_of

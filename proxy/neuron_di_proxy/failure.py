@@ -1,7 +1,9 @@
-"""Failures as clients see them: the HTTP status and OpenAI's error body."""
+"""Failures as clients see them: a whole response, or the last event of one that stops midway."""
 
 import re
+from collections.abc import Sequence
 from math import ceil
+from typing import NamedTuple
 
 import msgspec
 
@@ -99,3 +101,28 @@ def _type_of(http_status: int) -> str:
     if http_status == 429:
         return "rate_limit_error"
     return "invalid_request_error" if http_status < 500 else "server_error"
+
+
+class Refusal(NamedTuple):
+    """A whole response that says why."""
+
+    status: int
+    headers: Sequence[tuple[str, str]]
+    body: bytes
+
+
+def refusal_of(error: Exception | Failed, request_id: str) -> Refusal:
+    """The response for a request that failed before the first byte of its answer."""
+    failed = error if isinstance(error, Failed) else failure_of(error)
+    headers = [("content-type", "application/json"), ("x-request-id", request_id)]
+    retry_after_s = retry_after_of(error)
+    if retry_after_s is not None:
+        headers.append(("retry-after", str(retry_after_s)))
+    if failed.http_status == 401:
+        headers.append(("www-authenticate", "Bearer"))
+    return Refusal(failed.http_status, headers, error_body(failed))
+
+
+def stream_error(error: Exception) -> bytes:
+    """The SSE event of a stream that cannot go on."""
+    return b"data: %b\n\n" % error_body(failure_of(error))

@@ -28,7 +28,7 @@ class _Flow(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Items by flow. `put`, `take_next` and `remove` take a time that grows with the number of
+    """Items by flow. `put`, `take_first` and `remove` take a time that grows with the number of
     flows that wait as its logarithm."""
 
     def __init__(self) -> None:

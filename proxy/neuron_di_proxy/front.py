@@ -16,17 +16,19 @@ from collections.abc import Callable
 from itertools import islice
 
 from neuron_di.clock import Deadline, now_s
+from neuron_di.config import FrontOptions
 from neuron_di.obs import get_logger
 from neuron_di_proxy.front_connection import FrontConnection
-from neuron_di_proxy.front_sweep import NEVER, sweep_interval_s
 from neuron_di_proxy.hypercorn_side import HypercornSide
 from neuron_di_proxy.quart_exchange import QuartExchange
 from neuron_di_proxy.request_head import RequestHead
+from neuron_di_proxy.send_deadline import NEVER
 from neuron_di_proxy.service import Service
 from neuron_di_proxy.ticks import look_every
 
 BACKLOG = 4096
 STARTS_PER_TURN = 4  # requests: what running streams are sent must not wait for a crowd of them
+SWEEP_S_MIN, SWEEP_S_MAX = 0.02, 1.0
 
 _LOOKED_AT_MAX = 64  # connections, when another wants to join
 
@@ -207,3 +209,15 @@ class Front:
                 _log.exception("sweep_failed", raised=error)
                 connection.abort()
         self._hypercorn.sweep(at_s)
+
+
+def sweep_interval_s(options: FrontOptions, send_timeout_s: float) -> float:
+    """Seconds between two sweeps: small beside every deadline, and cheap beside the rest."""
+    waits = [
+        options.header_timeout_s,
+        options.body_timeout_s,
+        options.keep_alive_s,
+        send_timeout_s,
+        options.ping_interval_s or NEVER,
+    ]
+    return max(SWEEP_S_MIN, min(SWEEP_S_MAX, min(waits) / 5))

@@ -14,13 +14,12 @@ from neuron_di.obs import get_logger
 from neuron_di_proxy.body_refusal import body_bytes_max, body_late, check_body, head_late
 from neuron_di_proxy.choice_request import HOT_PATHS, Endpoint
 from neuron_di_proxy.connection_state import ConnectionState as _State
-from neuron_di_proxy.front_sweep import NEVER
+from neuron_di_proxy.failure import Refusal
 from neuron_di_proxy.half_close import keeps_listening
 from neuron_di_proxy.quart_exchange import QuartExchange
-from neuron_di_proxy.refusal import Refusal
 from neuron_di_proxy.request_body import ChunkedBody, SizedBody
 from neuron_di_proxy.request_head import RequestHead, check_begun, drop_empty_lines, read_head
-from neuron_di_proxy.send_deadline import SendDeadline
+from neuron_di_proxy.send_deadline import NEVER, SendDeadline
 from neuron_di_proxy.service import Exchange
 from neuron_di_proxy.socket_reply import SocketReply
 from neuron_di_proxy.socket_rest import is_quiet, unsent_of

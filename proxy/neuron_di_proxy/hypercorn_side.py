@@ -36,8 +36,7 @@ from priority.priority import MissingStreamError
 from neuron_di.clock import now_s
 from neuron_di.config import FrontOptions
 from neuron_di.obs import get_logger
-from neuron_di_proxy.front_sweep import NEVER
-from neuron_di_proxy.send_deadline import SendDeadline
+from neuron_di_proxy.send_deadline import NEVER, SendDeadline
 from neuron_di_proxy.socket_rest import is_quiet, unsent_of
 
 _REQUESTS_MAX = 1 << 30  # of a connection: hypercorn's own 1000 would end busy ones

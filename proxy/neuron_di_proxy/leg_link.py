@@ -14,7 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from os import sched_yield
-from typing import Any
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import structs
 
 from neuron_di.clock import now_s, own_clock
 from neuron_di.config import LimitOptions
@@ -30,10 +33,12 @@ from neuron_di.wire import (
     Failed,
     Finished,
     LegEvent,
+    PrefillLeg,
     Released,
     Token,
     WorkerRecord,
     WorkerStatus,
+    encode_json,
 )
 from neuron_di.wire.leg_link import (
     ALIVE_INTERVAL_S,
@@ -50,10 +55,19 @@ from neuron_di.wire.leg_link import (
     told_decoder,
 )
 from neuron_di_proxy.failure import LegFailed
-from neuron_di_proxy.leg_document import Document
 from neuron_di_proxy.ticks import look_every
 from neuron_di_proxy.token_lane import Lane, LinkReader, relay_told
 from neuron_di_proxy.workers import Hear
+
+# A leg as its worker gets it, in pieces: a long prompt is a part of the client's body, of which no
+# byte is copied on its way.
+Document: TypeAlias = tuple[bytes | memoryview, ...]
+
+# Shorter prompts are copied: to take a document apart costs more.
+LONG_PROMPT_BYTES = 64 << 10
+
+_MARK = msgspec.Raw(b"0")
+_MARKED = b',"prompt":0,'  # in a string its quotes would be escaped: only the field looks so
 
 # Prompts that a worker has not taken yet. One that reads nothing is given no more.
 UNSENT_BYTES_MAX = 64 << 20
@@ -69,6 +83,18 @@ _ENDS_PER_TURN = 4
 _ALIVE = bytes(encode_frame(ProxyAlive()))
 _NOTHING = Told([], [])
 _TERMINAL = (Failed, Finished, Released)  # what a leg ends with, on the wire
+
+
+def document_of(leg: msgspec.Struct) -> Document:
+    """The leg's JSON, to be sent piece after piece. They are not to be changed until then."""
+    if not isinstance(leg, PrefillLeg):
+        return (encode_json(leg),)
+    prompt = memoryview(leg.prompt)
+    if prompt.nbytes < LONG_PROMPT_BYTES:
+        return (encode_json(leg),)
+    document = encode_json(structs.replace(leg, prompt=_MARK))
+    mark = document.index(_MARKED) + len(_MARKED) - 2
+    return document[:mark], prompt, document[mark + 1 :]
 
 
 class LegLink(LinkReader, asyncio.Protocol):

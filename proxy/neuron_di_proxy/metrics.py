@@ -20,14 +20,13 @@ from prometheus_client.registry import Collector
 
 from neuron_di.errors import ClientError, KvError, NeuronDiError
 from neuron_di_proxy.directory import CandidDirectory
-from neuron_di_proxy.directory_metrics import directory_families
 from neuron_di_proxy.health import HealthReport
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.model_metrics import ModelMetrics, model_families
 from neuron_di_proxy.receipts import Grade, Receipt
 from neuron_di_proxy.self_test import PairResult
 from neuron_di_proxy.tenant_metrics import TenantMetrics
-from neuron_di_proxy.worker_metrics import worker_families
+from neuron_di_proxy.worker_metrics import directory_families, worker_families
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TRANSFER_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)

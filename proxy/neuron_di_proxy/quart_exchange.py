@@ -12,8 +12,8 @@ from typing import Any, cast
 from hypercorn.typing import ASGIFramework
 
 from neuron_di_proxy.choice_request import HOT_PATHS
+from neuron_di_proxy.failure import Refusal
 from neuron_di_proxy.keys import authorize
-from neuron_di_proxy.refusal import Refusal
 from neuron_di_proxy.reply import Reply
 from neuron_di_proxy.request_head import RequestHead
 from neuron_di_proxy.service import Service

@@ -1,7 +1,8 @@
 """Until when a client must have read something of what was written for it."""
 
 from neuron_di.clock import now_s
-from neuron_di_proxy.front_sweep import NEVER
+
+NEVER = float("inf")
 
 
 class SendDeadline:

@@ -30,7 +30,7 @@ from neuron_di_proxy.choice_request import ChoiceRequest, Endpoint
 from neuron_di_proxy.choices import Choice, ChoiceSink, choice_id, run_choices
 from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.directory import CandidDirectory
-from neuron_di_proxy.failure import failure_of
+from neuron_di_proxy.failure import Refusal, failure_of, refusal_of, stream_error
 from neuron_di_proxy.health import Health, HealthReport
 from neuron_di_proxy.keys import Keys, Tenant
 from neuron_di_proxy.known_models import KnownModels
@@ -40,7 +40,6 @@ from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.policy import POLICIES
 from neuron_di_proxy.receipts import Receipt, ReceiptStore, RequestRecord, durations_of, num_taken
 from neuron_di_proxy.recovery import RequestRunner
-from neuron_di_proxy.refusal import Refusal, refusal_of, stream_error
 from neuron_di_proxy.reply import Headers, Reply
 from neuron_di_proxy.request_id import fresh_id
 from neuron_di_proxy.request_reader import RequestReader

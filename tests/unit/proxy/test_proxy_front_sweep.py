@@ -8,14 +8,13 @@ from running_proxy import RunningProxy
 
 from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import server
-from neuron_di_proxy.front import Front
-from neuron_di_proxy.front_sweep import INTERVAL_S_MAX, INTERVAL_S_MIN, sweep_interval_s
+from neuron_di_proxy.front import SWEEP_S_MAX, SWEEP_S_MIN, Front, sweep_interval_s
 
 SEND_TIMEOUT_S = 30.0
 
 
 def test_with_the_defaults_it_rings_with_what_looks_around_each_second():
-    assert sweep_interval_s(FrontOptions(), SEND_TIMEOUT_S) == INTERVAL_S_MAX == 1.0
+    assert sweep_interval_s(FrontOptions(), SEND_TIMEOUT_S) == SWEEP_S_MAX == 1.0
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ def test_no_deadline_is_seen_late_by_more_than_a_fifth_of_it(name):
 
 def test_short_deadlines_and_no_pings_do_not_make_it_ring_all_the_time():
     options = FrontOptions(header_timeout_s=0.1, body_timeout_s=0.1, ping_interval_s=0)
-    assert sweep_interval_s(options, 0.1) == pytest.approx(INTERVAL_S_MIN)
+    assert sweep_interval_s(options, 0.1) == pytest.approx(SWEEP_S_MIN)
 
 
 async def test_nothing_rings_once_the_last_connection_is_gone(monkeypatch):

@@ -11,7 +11,7 @@ from neuron_di.errors import BadRequest
 from neuron_di.wire import DecodeLeg, PrefillLeg, PromptOptions, SamplingParams, encode_json
 from neuron_di.wire.legs import PeerAddress
 from neuron_di_proxy.json_object import read_body
-from neuron_di_proxy.leg_document import LONG_PROMPT_BYTES, document_of
+from neuron_di_proxy.leg_link import LONG_PROMPT_BYTES, document_of
 from neuron_di_proxy.request_body import BodyPieces, ChunkedBody, SizedBody
 
 LONG = 400_000

@@ -11,7 +11,6 @@ from scripted_worker import finished, make_record
 from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di.errors import ConfigError
 from neuron_di.types import RequestId
-from neuron_di_proxy.metrics_of_all import join_metrics
 from neuron_di_proxy.processes import FurtherProcesses, Meeting, part_of
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.service import Service
@@ -19,6 +18,7 @@ from neuron_di_proxy.siblings import (
     QUESTION_BYTES_MAX,
     SiblingPlace,
     Siblings,
+    join_metrics,
     workers_known_to_others,
 )
 from neuron_di_proxy.tenant import Tenant
