@@ -75,10 +75,6 @@ class Ticket:
         self.num_places = num_places
         self.cost = max(1.0, cost)
 
-    def starts_at_once(self) -> bool:
-        """Whether the request runs from now on, as there is room. False: ask for its `turn`."""
-        return self._admission.start_at_once(self)
-
     async def turn(self, deadline: Deadline) -> None:
         """Return when the request may run. CapacityError at `deadline`, or when it is pushed out.
 
@@ -192,7 +188,7 @@ class Admission:
     # What tickets ask for.
 
     def start_at_once(self, ticket: Ticket) -> bool:
-        """Whether the ticket runs now, because nobody waits and there is room."""
+        """Whether the ticket runs now, as nobody waits and there is room. False: ask its `turn`."""
         if ticket.refusal is not None:
             return False
         assert ticket.state == "arrived", "a request has one turn"

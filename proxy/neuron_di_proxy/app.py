@@ -34,7 +34,7 @@ from neuron_di.version import __version__
 from neuron_di.wire import Failed
 from neuron_di_proxy.admin import Lines
 from neuron_di_proxy.admin_order import DrainRequest, RoleRequest, check_sender, read_order
-from neuron_di_proxy.body_refusal import body_bytes_max, body_late, body_too_large, check_body_form
+from neuron_di_proxy.body_refusal import body_bytes_max, body_late, body_too_large, check_body
 from neuron_di_proxy.choice_request import BYTES_PER_TOKEN, HOT_PATHS, Endpoint
 from neuron_di_proxy.failure import Refusal, failure_of, refusal_of
 from neuron_di_proxy.keys import authorize
@@ -331,7 +331,7 @@ def _this_request() -> ProxyRequest:
 
 
 async def _json_body(request: ProxyRequest) -> bytes:
-    check_body_form(request.fields, is_json=True)
+    check_body(request.fields, is_json=True)
     return bytes(await request.get_data(cache=False, as_text=False, parse_form_data=False))
 
 

@@ -50,10 +50,6 @@ class Attempt(msgspec.Struct, kw_only=True):
     def gave_way(self) -> bool:
         return self.code == Preempted.code
 
-    @property
-    def first_index(self) -> int:
-        return len(self.emitted)
-
     def context_tokens(self) -> int:
         """What prompt and answer may have: as much as the smallest worker, from the first on."""
         route = self.route

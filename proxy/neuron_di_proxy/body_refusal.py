@@ -78,10 +78,13 @@ def check_json(headers: Mapping[str, str]) -> None:
         raise NotJson("the body is JSON: send it with the header Content-Type: application/json")
 
 
-def check_body_form(headers: Mapping[str, str], *, is_json: bool) -> None:
+def check_body(
+    headers: Mapping[str, str], num_bytes: int | None = None, bytes_max: int = 0, *, is_json: bool
+) -> None:
     """Refuse a body in a form we do not take, by its head alone. `is_json`: the route reads it.
 
-    `headers` go by lower-case name. Raises NotJson, BadContentCoding or BadExpectation.
+    `headers` go by lower-case name. Raises NotJson, BadContentCoding or BadExpectation, and
+    TooLarge where the head tells of more bytes than the limit.
     """
     if is_json:
         check_json(headers)
@@ -89,12 +92,5 @@ def check_body_form(headers: Mapping[str, str], *, is_json: bool) -> None:
         raise BadContentCoding("bodies are taken as they are, without Content-Encoding")
     if headers.get("expect", "100-continue").strip().lower() != "100-continue":
         raise BadExpectation("of Expect only 100-continue is known")
-
-
-def check_body(
-    headers: Mapping[str, str], num_bytes: int | None, bytes_max: int, *, is_json: bool
-) -> None:
-    """The same, and TooLarge where the head tells of more bytes than the limit."""
-    check_body_form(headers, is_json=is_json)
     if num_bytes is not None and num_bytes > bytes_max:
         raise body_too_large(bytes_max)

@@ -120,11 +120,12 @@ class Choice:
         return self._lane
 
 
-async def run_choices(choices: Sequence[Choice], runner: Runner) -> None:
+def run_choices(choices: Sequence[Choice], runner: Runner) -> Coroutine[Any, Any, None]:
     """Run all at once. Raises the first failure, when all others were given up and have ended."""
-    if len(choices) == 1:
-        await choices[0].run(runner)
-        return
+    return choices[0].run(runner) if len(choices) == 1 else _run_all(choices, runner)
+
+
+async def _run_all(choices: Sequence[Choice], runner: Runner) -> None:
     tasks = [asyncio.create_task(choice.run(runner)) for choice in choices]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -65,7 +65,7 @@ class CompletionWriter(ChoiceWriter):
             if logprobs is not None and token.logprobs is not None:
                 logprobs.add(token.logprobs, self._num_chars + token.logprobs.num_held)
             self._num_chars += len(token.text)
-        text += "".join(token.text for token in shown)
+        text += "".join([token.text for token in shown])
         choice: Json = {
             "index": self._index,
             "text": text if request.drop_output else text + held,

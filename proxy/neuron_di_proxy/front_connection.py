@@ -203,7 +203,8 @@ class FrontConnection(asyncio.Protocol):
 
     def _take_head(self) -> None:
         received = self._received
-        drop_empty_lines(received)
+        if received.startswith(b"\r\n"):
+            drop_empty_lines(received)
         if received.startswith(_HTTP2_PREFACE):
             self._hand_over()
             return

@@ -122,7 +122,7 @@ class Health:
 
     def why_not(self, record: WorkerRecord) -> str:
         """Why this process should get no request now; empty when it may."""
-        watch = self._watches.get(process_of(record))
+        watch = self._watches.get((record.worker_id, record.incarnation))  # for each request
         return watch.why_not() if watch is not None else ""
 
     def load_of(self, record: WorkerRecord) -> float:
@@ -285,9 +285,10 @@ class Health:
             self._talking.forget(record)
 
     def _watch_of(self, record: WorkerRecord) -> Watch:
-        watch = self._watches.get(process_of(record))
+        process = record.worker_id, record.incarnation  # for each leg
+        watch = self._watches.get(process)
         if watch is None:
-            watch = self._watches[process_of(record)] = Watch(record)
+            watch = self._watches[process] = Watch(record)
             if self._task is not None:
                 watch.task = asyncio.create_task(self._probe_often(watch))
         return watch

@@ -55,11 +55,6 @@ class Inbox:
             self._ears[side] = ear
         return ear.hear
 
-    def is_over(self, side: Side) -> bool:
-        """True when nothing more will be heard of this side."""
-        ear = self._ears.get(side)
-        return ear is None or ear.is_over
-
     def resume(self) -> None:
         """Go on where a leg was to pause."""
         for ear in self._ears.values():

@@ -64,7 +64,7 @@ class Launcher:
                 watching.begin()
                 if watching.is_trial:
                     running.trials.add(side)
-                if not inbox.is_over(side):
+                if not running.is_over:
                     leg.open(hear)
             return await running.wait()
         except NeuronDiError as error:
@@ -110,7 +110,7 @@ class Launcher:
             timeout_s=timeout_s,
             waited_s=waited_s,
             context_tokens=context_tokens,
-            num_emitted=attempt.first_index,
+            num_emitted=len(attempt.emitted),
             traceparent=request.traceparent,
         )
         prefill = self._workers.open_leg(route.prefill, "prefill", leg)

@@ -164,7 +164,7 @@ class LegLink(LinkReader, asyncio.Protocol):
 
     def relay(self, number: int, lane: Lane) -> None:
         """As `workers.Leg.relay`, for a leg of this link."""
-        if self._hear_of(number) is not None:
+        if number in self._hears and number not in self._ends:
             self.lanes[number] = lane
 
     def close_leg(self, number: int) -> None:

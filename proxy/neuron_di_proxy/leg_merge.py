@@ -55,7 +55,7 @@ class Running(ABC):
         self._lane: Lane | None = None
         self._lane_side: Side | None = None  # whose tokens are to take one
         self._is_first_lane = False  # it is for the first token only
-        self._due = attempt.first_index  # the next token's index
+        self._due = len(attempt.emitted)  # the next token's index
         self.is_over = False
         self._outcome: Finished | Exception | None = None  # until it is told
         self._waiter: asyncio.Future[None] | None = None

@@ -215,7 +215,7 @@ def _attempt_receipt(attempt: Attempt) -> AttemptReceipt:
         attempt=attempt.number,
         prefill_worker=attempt.route.prefill.worker_id,
         decode_worker=attempt.route.decode.worker_id,
-        first_index=attempt.first_index,
+        first_index=len(attempt.emitted),
         num_tokens=attempt.num_tokens,
         code=attempt.code,
         blamed=attempt.blamed.worker_id if attempt.blamed else None,

@@ -261,7 +261,7 @@ class RequestRunner:
             "attempt_failed",
             request=attempt.request_id,
             attempt=attempt.number,
-            first_index=attempt.first_index,
+            first_index=len(attempt.emitted),
             tokens=attempt.num_tokens,
             code=attempt.code,
             blamed=attempt.blamed.worker_id if attempt.blamed else None,

@@ -246,7 +246,7 @@ class Exchange:
         """
         try:
             wanted = self._read(body)
-            if not self._ticket.starts_at_once():
+            if not self._service.admission.start_at_once(self._ticket):
                 await self._wait_turn(wanted)
             await self._run(wanted, reply)
         except Exception as error:

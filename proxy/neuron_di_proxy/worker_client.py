@@ -123,7 +123,7 @@ class WorkerClient:
 
     def forget(self, record: WorkerRecord) -> None:
         """End the link to a process that nobody watches any more, unless legs are open there."""
-        link = self._links.get(_place_of(record))
+        link = self._links.get((record.host, record.api_port, record.incarnation))
         if link is not None and not link.has_legs:
             link.end(PeerGone(f"worker {record.worker_id} is watched no more"))
 
@@ -131,7 +131,7 @@ class WorkerClient:
         """The link to a worker's process, made if need be. None once the client is closed."""
         if self._is_closed:
             return None
-        place = _place_of(record)
+        place = record.host, record.api_port, record.incarnation
         link = self._links.get(place)
         if link is None:
             link = LegLink(
@@ -198,10 +198,6 @@ class WorkerClient:
                                 f"worker {record.worker_id} answers with too many bytes"
                             )
         return response.status, bytes(body)
-
-
-def _place_of(record: WorkerRecord) -> _Place:
-    return record.host, record.api_port, record.incarnation
 
 
 @contextmanager

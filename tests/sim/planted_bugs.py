@@ -50,9 +50,8 @@ from neuron_di.worker import Worker
 from neuron_di.worker.drain import Drain
 from neuron_di.worker.live_legs import LiveLegs
 from neuron_di.worker.prefill_worker import PrefillWorker
-from neuron_di_proxy import launch, leg_merge
+from neuron_di_proxy import launch, leg_merge, recovery
 from neuron_di_proxy.admission import Ticket
-from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.inbox import Inbox
 from neuron_di_proxy.receipts import RequestRecord
@@ -256,9 +255,7 @@ PLANTED: dict[str, Plant] = {
         "neuron_di.testing.sim_legs.failed", _fails_as_success
     ),
     "a continuation forgets the newest tokens": _instead(RequestRecord, "count_token", _count_once),
-    "a continuation starts from nothing": lambda: mock.patch.object(
-        Attempt, "first_index", property(lambda _: 0)
-    ),
+    "a continuation starts from nothing": _instead(recovery, "_given_before", lambda _: ()),
     "decode's tokens overtake prefill's": _both(
         _row(LAUNCH, (_L.LAUNCHED, _LE.DECODE_TOKEN), LaunchStep(_L.DECODING, (_LA.EMIT,))),
         _instead(leg_merge.Running, "give", _any_index),

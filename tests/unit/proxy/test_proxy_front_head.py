@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_di.errors import BadRequest, NeuronDiError, TooLarge
-from neuron_di_proxy.body_refusal import BadContentCoding, BadExpectation, check_body_form
+from neuron_di_proxy.body_refusal import BadContentCoding, BadExpectation, check_body
 from neuron_di_proxy.request_body import ChunkedBody
 from neuron_di_proxy.request_head import HEADERS_MAX, HeadTooLarge, read_head
 
@@ -102,11 +102,11 @@ def test_bytes_that_are_no_head_are_refused_in_our_words(raw):
 
 
 def test_b07_a_body_that_unpacks_itself_is_not_taken():
-    check_body_form({"content-encoding": "Identity", "expect": "100-Continue"}, is_json=False)
+    check_body({"content-encoding": "Identity", "expect": "100-Continue"}, is_json=False)
     with pytest.raises(BadContentCoding):
-        check_body_form({"content-encoding": "gzip"}, is_json=False)
+        check_body({"content-encoding": "gzip"}, is_json=False)
     with pytest.raises(BadExpectation):
-        check_body_form({"expect": "tea"}, is_json=False)
+        check_body({"expect": "tea"}, is_json=False)
 
 
 def chunks_of(body: bytes, sizes: list[int]) -> bytes:

@@ -61,7 +61,7 @@ async def test_who_leaves_before_its_turn_is_counted(monkeypatch):
     service = Service(ProxyOptions(limits=limits), ListDirectory([]))
     monkeypatch.setattr(service.keys, "tenant_of", lambda _: Tenant(name="b"))
     runs = service.admission.arrive(A)
-    assert runs.starts_at_once()
+    assert service.admission.start_at_once(runs)
     waits = service.open("completions", {})
     body = b'{"model":"tiny","prompt":"hi","n":2}'
     waiting = asyncio.create_task(waits.answer(body, QuartReply(0)))
