@@ -8,25 +8,17 @@ Next: proxy/neuron_di_proxy/answer.py
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from neuron_di.types import FinishReason, RequestId
 from neuron_di.wire import Finished, Token
 from neuron_di_proxy.choice_request import ChoiceRequest
-from neuron_di_proxy.emit import Emit, MakeLane
 from neuron_di_proxy.failure import failure_of
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.receipts import Receipt, RequestRecord
+from neuron_di_proxy.recovery import RequestRunner
 from neuron_di_proxy.token_lane import Lane
-
-
-class Runner(Protocol):
-    """What brings a choice to its end: `recovery.RequestRunner`."""
-
-    def run(
-        self, request: ChoiceRequest, record: RequestRecord, emit: Emit, make_lane: MakeLane
-    ) -> Coroutine[Any, Any, Finished]: ...
 
 
 class ChoiceSink(Protocol):
@@ -48,10 +40,8 @@ class ChoiceSink(Protocol):
         ...
 
 
-class EndOfChoice(Protocol):
-    """Takes a choice's receipt, and why it failed. Called once, before anybody sees its end."""
-
-    def __call__(self, receipt: Receipt, code: str | None) -> None: ...
+# Takes a choice's receipt, and why it failed. Called once, before anybody sees its end.
+EndOfChoice = Callable[[Receipt, str | None], None]
 
 
 def choice_id(answer_id: RequestId, index: int) -> RequestId:
@@ -81,7 +71,7 @@ class Choice:
         self._lane: Lane | None = None  # the last one
         self._is_over = False
 
-    async def run(self, runner: Runner) -> None:
+    async def run(self, runner: RequestRunner) -> None:
         """Run to the end. Raises what kept the choice from it; cancelling gives the choice up."""
         try:
             finished = await runner.run(self._request, self._record, self._emit, self._make_lane)
@@ -120,12 +110,12 @@ class Choice:
         return self._lane
 
 
-def run_choices(choices: Sequence[Choice], runner: Runner) -> Coroutine[Any, Any, None]:
+def run_choices(choices: Sequence[Choice], runner: RequestRunner) -> Coroutine[Any, Any, None]:
     """Run all at once. Raises the first failure, when all others were given up and have ended."""
     return choices[0].run(runner) if len(choices) == 1 else _run_all(choices, runner)
 
 
-async def _run_all(choices: Sequence[Choice], runner: Runner) -> None:
+async def _run_all(choices: Sequence[Choice], runner: RequestRunner) -> None:
     tasks = [asyncio.create_task(choice.run(runner)) for choice in choices]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

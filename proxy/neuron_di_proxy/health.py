@@ -48,23 +48,20 @@ from neuron_di_proxy.directory import (
     TellingDirectory,
 )
 from neuron_di_proxy.failure import failure_of
-from neuron_di_proxy.health_report import HealthReport as HealthReport
-from neuron_di_proxy.health_report import report_of
+from neuron_di_proxy.health_report import HealthReport, report_of
 from neuron_di_proxy.route import Directory
 from neuron_di_proxy.ticks import look_every
 from neuron_di_proxy.watch import (
     LONG_AGO_S,
     OnLoss,
     Watch,
+    Watching,
     WorkerHealth,
     end_rest,
     forgive,
     ignore,
     ring,
 )
-from neuron_di_proxy.watch import Praise as Praise
-from neuron_di_proxy.watch import Watching as Watching
-from neuron_di_proxy.workers import OnWord as OnWord
 from neuron_di_proxy.workers import Process, TalkingWorkers, Workers, place_of, process_of
 
 ANSWER_MIN_S = 0.25  # a worker gets at least this to answer, however late the question is asked

@@ -23,8 +23,6 @@ from neuron_di_proxy.key_file import (
 )
 from neuron_di_proxy.tenant import EVERYBODY, Tenant
 
-__all__ = ["LOOK_INTERVAL_S", "OPEN_PATHS", "OPERATOR_PATHS", "Keys", "Tenant", "authorize"]
-
 LOOK_INTERVAL_S = 1.0  # between two looks at whether the file changed
 # What load balancers and supervisors ask, who have no key.
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/ready"})

@@ -21,9 +21,10 @@ from neuron_di.wire import DecodeLeg, Finished, PrefillLeg, WorkerRecord
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.emit import Emit, MakeLane, no_lane
 from neuron_di_proxy.failure import LegFailed, failure_of
-from neuron_di_proxy.health import Health, Watching
+from neuron_di_proxy.health import Health
 from neuron_di_proxy.inbox import Side
 from neuron_di_proxy.leg_merge import PairOfLegs
+from neuron_di_proxy.watch import Watching
 from neuron_di_proxy.whole_leg import WholeLeg
 from neuron_di_proxy.workers import Leg, Workers
 

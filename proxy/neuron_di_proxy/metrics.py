@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from neuron_di.errors import ClientError, KvError, NeuronDiError
 from neuron_di_proxy.directory import CandidDirectory
-from neuron_di_proxy.health import HealthReport
+from neuron_di_proxy.health_report import HealthReport
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.model_metrics import ModelMetrics, model_families
 from neuron_di_proxy.receipts import Grade, Receipt

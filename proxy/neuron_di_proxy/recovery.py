@@ -10,7 +10,6 @@ Waiting until a worker is there is not an attempt; `queue_timeout_s` bounds it.
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Protocol
 
 from msgspec import structs
 
@@ -26,6 +25,7 @@ from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.known_models import ModelNotFound
 from neuron_di_proxy.launch import Launcher
+from neuron_di_proxy.model_metrics import ModelMetrics
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.route import Route, Router
 from neuron_di_proxy.workers import Process, Workers, process_of
@@ -45,16 +45,6 @@ _Wanted = tuple[str, str | None, int]
 
 _log = get_logger(__name__)
 _limited = LimitedLogger(__name__)
-
-
-class RouteCounts(Protocol):
-    """Of one model."""
-
-    num_unrouted: int  # requests that wait for a worker that can take them
-
-
-class _Uncounted:
-    num_unrouted = 0
 
 
 class RetryBudget:
@@ -94,7 +84,7 @@ class RequestRunner:
         health: Health,
         limits: LimitOptions,
         rng: random.Random,
-        counts_of: Callable[[str], RouteCounts] = lambda _model: _Uncounted(),
+        counts_of: Callable[[str], ModelMetrics] = lambda _model: ModelMetrics(),
     ) -> None:
         self._counts_of = counts_of
         self._router = router

@@ -31,8 +31,9 @@ from neuron_di_proxy.choices import Choice, ChoiceSink, choice_id, run_choices
 from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.directory import CandidDirectory
 from neuron_di_proxy.failure import Refusal, failure_of, refusal_of, stream_error
-from neuron_di_proxy.health import Health, HealthReport
-from neuron_di_proxy.keys import Keys, Tenant
+from neuron_di_proxy.health import Health
+from neuron_di_proxy.health_report import HealthReport
+from neuron_di_proxy.keys import Keys
 from neuron_di_proxy.known_models import KnownModels
 from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.model_traits import TraitsBook
@@ -46,6 +47,7 @@ from neuron_di_proxy.request_reader import RequestReader
 from neuron_di_proxy.route import Directory, Router
 from neuron_di_proxy.self_test import PairBook, PairResult, SelfTest
 from neuron_di_proxy.shared_reports import SharedReports
+from neuron_di_proxy.tenant import Tenant
 from neuron_di_proxy.trace_context import TraceContext
 from neuron_di_proxy.tracing import Tracing
 from neuron_di_proxy.worker_client import WorkerClient
@@ -125,11 +127,7 @@ class Service:
             raise
 
     def refuse(
-        self,
-        error: Exception,
-        headers: Mapping[str, str] | None = None,
-        *,
-        is_counted: bool = True,
+        self, error: Exception, headers: Mapping[str, str] | None = None, *, is_counted: bool = True
     ) -> Refusal:
         """The response for a request that never became an Exchange."""
         if is_counted:

@@ -12,7 +12,8 @@ from neuron_di.types import WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus
 from neuron_di_proxy.admission import Admission
 from neuron_di_proxy.failure import without_places
-from neuron_di_proxy.health import Health, HealthReport
+from neuron_di_proxy.health import Health
+from neuron_di_proxy.health_report import HealthReport
 from neuron_di_proxy.partners import shared_names, why_alone
 from neuron_di_proxy.route import Router
 from neuron_di_proxy.self_test import PairBook

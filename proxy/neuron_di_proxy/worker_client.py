@@ -14,11 +14,10 @@ from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout, RemoteProtoco
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus, encode_json, status_decoder
 from neuron_di.wire.codec import LEG_BYTES_MAX
-from neuron_di_proxy.health import OnWord
 from neuron_di_proxy.leg_link import LegLink, document_of
 from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.token_lane import Lane
-from neuron_di_proxy.workers import STATUS_TIMEOUT_S, Hear, LegKind
+from neuron_di_proxy.workers import STATUS_TIMEOUT_S, Hear, LegKind, OnWord
 
 CLIENT_CLOSED = "the proxy has ended its connections to workers"
 

@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 
 from neuron_di.wire import LANES_MAX, WorkerStatus
 from neuron_di_proxy.directory import CandidDirectory
-from neuron_di_proxy.health import HealthReport
+from neuron_di_proxy.health_report import HealthReport
 from neuron_di_proxy.model_metrics import MODEL_LABEL
 from neuron_di_proxy.self_test import PairResult
 

@@ -15,8 +15,8 @@ from neuron_di.clock import now_s
 from neuron_di.errors import PeerGone, PeerTimeout
 from neuron_di.types import Incarnation
 from neuron_di.wire.leg_link import ALIVE_INTERVAL_S
-from neuron_di_proxy.health import TalkingWorkers
 from neuron_di_proxy.worker_client import WorkerClient
+from neuron_di_proxy.workers import TalkingWorkers
 
 
 @virtual

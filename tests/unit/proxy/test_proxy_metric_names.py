@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_worker import make_record
 
-from neuron_di_proxy.health import HealthReport
+from neuron_di_proxy.health_report import HealthReport
 from neuron_di_proxy.metrics import Metrics
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

@@ -14,7 +14,7 @@ from scripted_worker import make_record, token
 from neuron_di.config import ProxyOptions
 from neuron_di.registry import RefusedRecord
 from neuron_di.wire import Failed, LaneStatus
-from neuron_di_proxy.health import HealthReport
+from neuron_di_proxy.health_report import HealthReport
 from neuron_di_proxy.metrics import Metrics
 from neuron_di_proxy.receipts import AttemptReceipt, Receipt
 from neuron_di_proxy.self_test import PairResult

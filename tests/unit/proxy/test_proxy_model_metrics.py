@@ -11,7 +11,7 @@ from scripted_worker import make_record, play_decode, play_prefill, receipt, tok
 
 from neuron_di.config import LimitOptions, ProxyOptions
 from neuron_di.wire import Failed
-from neuron_di_proxy.health import HealthReport
+from neuron_di_proxy.health_report import HealthReport
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.metrics import LINKS_MAX, MODELS_MAX, Metrics
 from neuron_di_proxy.receipts import AttemptReceipt, Receipt

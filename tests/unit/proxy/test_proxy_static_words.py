@@ -10,7 +10,8 @@ from neuron_di.config import LimitOptions
 from neuron_di.wire import PROTOCOL_VERSION
 from neuron_di.worker import leg_link_server
 from neuron_di_proxy import static_directory
-from neuron_di_proxy.health import AskingDirectory, Health
+from neuron_di_proxy.directory import AskingDirectory
+from neuron_di_proxy.health import Health
 from neuron_di_proxy.static_directory import StaticDirectory
 from neuron_di_proxy.worker_client import WorkerClient
 
