@@ -72,7 +72,9 @@ def read_chat(
             documents=unread.get("documents", JSON_NULL),
             template_kwargs=fields.chat_template_kwargs,
             reasoning_effort=fields.reasoning_effort,
-            add_generation_prompt=_adds_generation_prompt(fields),
+            add_generation_prompt=adds_generation_prompt(
+                fields.add_generation_prompt, goes_on=fields.continue_final_message
+            ),
             continue_final_message=bool(fields.continue_final_message),
             add_special_tokens=fields.add_special_tokens,
             keep_last_tokens=keep_last_of(fields, traits, max_tokens),
@@ -112,10 +114,11 @@ def _logprobs(fields: ChatFields) -> int | None:
     return None
 
 
-def _adds_generation_prompt(fields: ChatFields) -> bool:
-    if not fields.continue_final_message:
-        return fields.add_generation_prompt is not False
-    if fields.add_generation_prompt:
+def adds_generation_prompt(asked: bool | None, *, goes_on: bool | None) -> bool:
+    """Whether an answer's begin is put behind a chat: unless its last message `goes_on`."""
+    if not goes_on:
+        return asked is not False
+    if asked:
         raise BadRequest(
             "`continue_final_message` and `add_generation_prompt` cannot both be true",
             param="continue_final_message",

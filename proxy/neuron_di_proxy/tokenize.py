@@ -17,6 +17,7 @@ from neuron_di.wire import (
     WorkerRecord,
     leg_event_decoder,
 )
+from neuron_di_proxy.chat_request import adds_generation_prompt
 from neuron_di_proxy.failure import LegFailed
 from neuron_di_proxy.field_rules import is_known_null
 from neuron_di_proxy.health import Health
@@ -69,7 +70,9 @@ class _ChatFields(_Fields, kw_only=True, forbid_unknown_fields=True):
             tools=self.tools,
             documents=self.documents,
             template_kwargs=self.chat_template_kwargs,
-            add_generation_prompt=self.add_generation_prompt is not False,
+            add_generation_prompt=adds_generation_prompt(
+                self.add_generation_prompt, goes_on=self.continue_final_message
+            ),
             continue_final_message=self.continue_final_message is True,
             add_special_tokens=self.add_special_tokens,
         )

@@ -144,20 +144,23 @@ async def test_texts_chats_and_ids(workers: Workers, folder: Path) -> None:
             )["input_ids"]
         )
     )
-    last = [ASK, {"role": "assistant", "content": "so"}]
-    continued = await workers.ask(
-        "tokenize",
-        model="m",
-        messages=last,
-        add_generation_prompt=False,
-        continue_final_message=True,
-    )
-    expected = theirs.apply_chat_template(last, continue_final_message=True)["input_ids"]
-    assert continued["tokens"] == expected
     back = await workers.ask("detokenize", model="m", tokens=[1, *ids])
     assert back == {"prompt": "<|im_start|>héllo 日本"}
     nothing = await workers.ask("detokenize", tokens=[])
     assert nothing == {"prompt": ""}
+
+
+async def test_a_last_message_goes_on_as_in_a_chat(workers: Workers, folder: Path) -> None:
+    await workers.add("one", folder)
+    last = [ASK, {"role": "assistant", "content": "so"}]
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(last, continue_final_message=True)["input_ids"]
+    fields = {"messages": last, "continue_final_message": True}
+    for further in ({}, {"add_generation_prompt": False}, {"add_generation_prompt": None}):
+        assert (await workers.ask("tokenize", **fields, **further))["tokens"] == expected
+    with pytest.raises(BadRequest) as caught:
+        await workers.ask("tokenize", **fields, add_generation_prompt=True)
+    assert caught.value.param == "continue_final_message"
 
 
 async def test_null_is_what_is_not_there(workers: Workers, folder: Path) -> None:
@@ -220,7 +223,6 @@ async def test_what_is_no_document_is_refused(workers: Workers, folder: Path, bo
         ({"messages": "x"}, "messages"),
         ({"messages": [ASK], "documents": [1]}, "documents"),
         ({"messages": [ASK], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"messages": [ASK], "continue_final_message": True}, "continue_final_message"),
     ],
 )
 async def test_what_the_worker_refuses_reaches_the_client(
