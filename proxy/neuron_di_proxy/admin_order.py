@@ -69,11 +69,15 @@ def failed_line(error: NeuronDiError) -> AdminLine:
 
 def read_order(kind: type[Order], headers: Mapping[str, str], body: bytes) -> Order:
     """A DrainRequest or a RoleRequest. Raises BadRequest, NotJson or TooLarge."""
-    _check_form(headers, body)
+    check_json(headers)
+    if len(body) > ORDER_BYTES_MAX:
+        raise TooLarge(f"an order has at most {ORDER_BYTES_MAX} bytes")
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _bad(error) from None
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise BadRequest("the order is not JSON") from None
 
 
 def check_sender(headers: Mapping[str, str], address: str) -> None:
@@ -106,15 +110,3 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(text)
     except ValueError:
         return None
-
-
-def _check_form(headers: Mapping[str, str], body: bytes) -> None:
-    check_json(headers)
-    if len(body) > ORDER_BYTES_MAX:
-        raise TooLarge(f"an order has at most {ORDER_BYTES_MAX} bytes")
-
-
-def _bad(error: Exception) -> BadRequest:
-    if isinstance(error, msgspec.ValidationError):
-        return explain(str(error))
-    return BadRequest("the order is not JSON")

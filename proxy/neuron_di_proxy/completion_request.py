@@ -75,7 +75,12 @@ def read_completion(
             add_special_tokens=fields.add_special_tokens,
             keep_last_tokens=keep_last,
             # The report says how many tokens the prompt has before the request is over.
-            report=_needs_report(fields) or continuous_usage,
+            report=bool(
+                fields.echo
+                or fields.return_token_ids
+                or continuous_usage
+                or fields.prompt_logprobs is not None
+            ),
             logprobs=prompt_logprobs,
             logprobs_param="logprobs" if fields.echo else "prompt_logprobs",
         ),
@@ -89,10 +94,6 @@ def read_completion(
         tokens_as_ids=bool(fields.return_tokens_as_token_ids),
         prompt_logprobs=fields.prompt_logprobs,
     )
-
-
-def _needs_report(fields: CompletionFields) -> bool:
-    return bool(fields.echo or fields.return_token_ids or fields.prompt_logprobs is not None)
 
 
 def _prompt_logprobs(fields: CompletionFields) -> int | None:

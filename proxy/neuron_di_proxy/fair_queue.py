@@ -91,11 +91,9 @@ class FairQueue(Generic[T]):
         self.num_items -= 1
 
     def _list(self, flow: str, found: _Flow[T]) -> None:
-        heapq.heappush(self._heap, (self._start_of(flow), next(self._order), flow))
+        start = max(self._virtual, self._ends.get(flow, 0.0))
+        heapq.heappush(self._heap, (start, next(self._order), flow))
         found.is_listed = True
-
-    def _start_of(self, flow: str) -> float:
-        return max(self._virtual, self._ends.get(flow, 0.0))
 
     def _start(self, flow: str, start: float, duration: float) -> None:
         if start > self._virtual:

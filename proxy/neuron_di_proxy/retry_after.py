@@ -45,15 +45,11 @@ class DrainRate:
         at_s = self._clock_s()
         known = 1 - exp(-max(at_s, _BUSY_S_MIN) / MEMORY_S)  # the part of the memory that is filled
         per_s = max(self._decayed(at_s) / known, 1 / WAIT_S_MAX)
-        return bounded_wait_s(num_requests / per_s)
+        # Nobody should come back at once, or be sent away for long on a guess.
+        return min(WAIT_S_MAX, max(WAIT_S_MIN, num_requests / per_s))
 
     def _clock_s(self) -> float:
         return self._busy_s + (0.0 if self._since_s is None else now_s() - self._since_s)
 
     def _decayed(self, at_s: float) -> float:
         return 0.0 if self._at_s is None else self._per_s * exp((self._at_s - at_s) / MEMORY_S)
-
-
-def bounded_wait_s(wait_s: float) -> float:
-    """Nobody should come back at once, or be sent away for long on a guess."""
-    return min(WAIT_S_MAX, max(WAIT_S_MIN, wait_s))

@@ -97,10 +97,6 @@ class _Ready:
             self.wholes.append(record)
 
 
-def _no_load(_: WorkerRecord) -> float:
-    return 0.0
-
-
 class Router:
     """Picks the workers of each request: of those that fit, the ones that `policy` prefers.
 
@@ -116,7 +112,7 @@ class Router:
         *,
         models: KnownModels | None = None,
         policy: Policy = round_robin,
-        load_of: LoadOf = _no_load,
+        load_of: LoadOf = lambda _: 0.0,
         rng: random.Random | None = None,
     ) -> None:
         self._directory = directory
