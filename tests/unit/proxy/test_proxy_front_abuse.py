@@ -41,11 +41,26 @@ def event_loop_policy():
 
 
 @pytest.fixture(params=[True, False], ids=["front", "hypercorn"])
-async def hurried(request, playing, stack):
+def takes_hot(request):
+    return request.param
+
+
+@pytest.fixture
+async def hurried(takes_hot, playing, stack):
     """A proxy with little patience, both ways."""
     config = ProxyOptions(limits=replace(AT_ONCE, send_timeout_s=0.5), front=HURRIED)
     return await stack.enter_async_context(
-        RunningProxy(config, playing.proxy.directory.records, takes_hot=request.param)
+        RunningProxy(config, playing.proxy.directory.records, takes_hot=takes_hot)
+    )
+
+
+@pytest.fixture
+async def narrow(takes_hot, playing, stack):
+    """One with patience, and few places."""
+    front = FrontOptions(connections_max=HURRIED.connections_max)
+    config = ProxyOptions(limits=AT_ONCE, front=front)
+    return await stack.enter_async_context(
+        RunningProxy(config, playing.proxy.directory.records, takes_hot=takes_hot)
     )
 
 
@@ -161,24 +176,24 @@ async def test_b06_idle_connections_keep_nobody_out(hurried, monkeypatch):
             assert (await raw.response()).status == 200
 
 
-async def test_b06_who_has_a_request_is_not_ended_for_another(hurried, monkeypatch):
+async def test_b06_who_has_a_request_is_not_ended_for_another(narrow, monkeypatch):
     monkeypatch.setattr(socket_rest, "QUIET_S", 0.0)
     async with AsyncExitStack() as stack:
         request = post(PATH, WHOLE)
         raws = [
-            await stack.enter_async_context(RawClient(hurried.address))
+            await stack.enter_async_context(RawClient(narrow.address))
             for _ in range(HURRIED.connections_max)
         ]
         for raw in raws:
             raw.send(request[:-5])
         for _ in range(3):
-            one_more = await stack.enter_async_context(RawClient(hurried.address))
+            one_more = await stack.enter_async_context(RawClient(narrow.address))
             one_more.send(request)
             assert await one_more.end() == b""
         for raw in raws:
             raw.send(request[-5:])
             assert (await raw.response()).status == 200
-        last = await stack.enter_async_context(RawClient(hurried.address))
+        last = await stack.enter_async_context(RawClient(narrow.address))
         last.send(request)
         assert (await last.response()).status == 200
 
