@@ -28,6 +28,10 @@ class Security:
     user: str | None = None
     password: Callable[[], str] | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        if (self.user is None) != (self.password is None):
+            raise ConfigError("a user of etcd needs a password, and a password a user")
+
 
 def security_of(options: EtcdOptions) -> Security:
     """What the options' files hold. ConfigError, with its name, for one that cannot be read."""
