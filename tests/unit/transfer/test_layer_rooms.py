@@ -59,13 +59,19 @@ def slow_engine(held):
     return Slow
 
 
-async def test_the_room_of_a_piece_that_is_on_its_way_is_nobody_elses(cluster):
+async def pieces_on_their_way(cluster):
+    """What holds their receives, the scene, its lookup and the decode worker's landing memory."""
     held = []
     scene = Scene(cluster, slow_engine(held))
     asking = await scene.look_up()
     list(scene.compute())
     landing = scene.decode.connector.landing
     await until(lambda: held)
+    return held, scene, asking, landing
+
+
+async def test_the_room_of_a_piece_that_is_on_its_way_is_nobody_elses(cluster):
+    held, scene, asking, landing = await pieces_on_their_way(cluster)
     taken = landing.num_bytes_asked
     assert taken
     asking.cancel()
@@ -79,12 +85,7 @@ async def test_the_room_of_a_piece_that_is_on_its_way_is_nobody_elses(cluster):
 
 
 async def test_a_piece_that_failed_leaves_no_room_to_layers_that_would_come_in_vain(cluster):
-    held = []
-    scene = Scene(cluster, slow_engine(held))
-    asking = await scene.look_up()
-    list(scene.compute())
-    landing = scene.decode.connector.landing
-    await until(lambda: held)
+    held, scene, asking, landing = await pieces_on_their_way(cluster)
     held.pop().complete(KvMissing("it was not there"))
     while held:
         held.pop().complete()
