@@ -240,12 +240,13 @@ class Admin:
     async def _left_unsaid(self, record: WorkerRecord, is_ending: bool) -> str:
         """How we know that it left, where the registry does not say so; empty: we do not."""
         if not is_ending:
-            has_changed = await self._has_changed(record)
-            return "another incarnation answers; the registry does not say so yet" * has_changed
+            if await self._has_changed(record):
+                return "another incarnation answers; the registry does not say so yet"
+            return ""
         directory = self._health.candid_directory()
-        is_heard = directory is None or not directory.trouble()
-        is_gone = not is_heard and await self._is_silent(record)
-        return "the registry is not heard: its key there ends with its lease" * is_gone
+        if directory is not None and directory.trouble() and await self._is_silent(record):
+            return "the registry is not heard: its key there ends with its lease"
+        return ""
 
     async def _is_silent(self, record: WorkerRecord) -> bool:
         """Whether that process is gone from its address, whoever else may be there."""
