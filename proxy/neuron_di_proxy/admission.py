@@ -28,7 +28,8 @@ PLACES_PER_SLOT = 1.25
 QUEUE_PER_SLOT = 2
 QUEUE_MIN = 64
 SLOTS_UNKNOWN = 64  # taken where workers do not say, or where there are none yet
-LOOK_INTERVAL_S = 0.25  # between two looks at the number of slots
+LOOK_INTERVAL_S = 0.25  # between two looks at the number of slots, while somebody has no place
+REST_INTERVAL_S = 1.0  # while all have one
 BODY_LATE_S = 1.0  # a body that takes longer keeps nobody out
 ACCOUNTS_KEPT = 4096  # accounts that are looked through for those at rest, when there are more
 
@@ -126,8 +127,7 @@ class Admission:
         self._accounts: dict[str, TenantAccount] = {}
         self._crowd: dict[str, TenantAccount] = {}  # those with tickets that do not run yet
         self._timer: asyncio.TimerHandle | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._all_closed: asyncio.Event | None = None  # while that is waited for
         self._num_open = 0
         self._drain_rate = DrainRate()
         self.num_running = 0
@@ -146,16 +146,16 @@ class Admission:
             raise CapacityError("the server is shutting down", retry_after_s=WAIT_S_MIN)
         account = self._account(tenant)
         account.check(self._drain_rate)
-        self._look()
-        if self.num_waiting >= self._queue_max + max(0, self._places_max - self.num_places):
-            self._make_room(account)
+        self._look(REST_INTERVAL_S)
+        if self._is_crowded():
+            self._look(LOOK_INTERVAL_S)
+            if self._is_crowded():
+                self._make_room(account)
         account.count_request()
         ticket = Ticket(self, account)
         account.num_open += 1
         account.pending[ticket] = None
         self._crowd[tenant.name] = account
-        if not self._num_open:
-            self._idle.clear()
         self._num_open += 1
         self.num_waiting += 1
         return ticket
@@ -179,7 +179,9 @@ class Admission:
 
     async def wait_idle(self) -> None:
         """Return once every ticket is closed."""
-        await self._idle.wait()
+        while self._num_open:
+            self._all_closed = self._all_closed or asyncio.Event()
+            await self._all_closed.wait()
 
     def wait_s(self) -> float:
         """Seconds after which a new request may find room: a guess."""
@@ -192,7 +194,7 @@ class Admission:
         if ticket.refusal is not None:
             return False
         assert ticket.state == "arrived", "a request has one turn"
-        self._look()
+        self._look(REST_INTERVAL_S)
         if self._queue.num_items or not self._has_room(ticket):
             return False
         tenant = ticket.account.tenant
@@ -209,6 +211,7 @@ class Admission:
         tenant = ticket.account.tenant
         ticket.state = "waiting"
         self._queue.put(tenant.name, ticket, ticket.cost, tenant.weight)
+        self._look(LOOK_INTERVAL_S)
         self._start_waiting()
         return ticket not in ticket.account.pending
 
@@ -227,10 +230,11 @@ class Admission:
         ticket.account.num_open -= 1
         self._num_open -= 1
         if self._queue.num_items:
-            self._look()
+            self._look(LOOK_INTERVAL_S)
             self._start_waiting()
-        if self._num_open == 0:
-            self._idle.set()
+        if self._all_closed is not None and not self._num_open:
+            self._all_closed.set()
+            self._all_closed = None
 
     # Coming in.
 
@@ -244,6 +248,10 @@ class Admission:
         elif account.tenant is not tenant:
             account.adopt(tenant)  # the keys were read again
         return account
+
+    def _is_crowded(self) -> bool:
+        num_free = max(0, self._places_max - self.num_places)
+        return self.num_waiting >= self._queue_max + num_free
 
     def _make_room(self, account: TenantAccount) -> None:
         """Push out the youngest request of the tenant that crowds the queue, or refuse.
@@ -319,13 +327,13 @@ class Admission:
 
     def _look_again(self) -> None:
         self._timer = None
-        self._look()
+        self._look(LOOK_INTERVAL_S)
         self._start_waiting()
 
-    def _look(self) -> None:
-        """See, not too often, how many places there are."""
+    def _look(self, interval_s: float) -> None:
+        """See how many places there are, unless that was seen so lately."""
         now = now_s()
-        if now - self._looked_s < LOOK_INTERVAL_S:
+        if now - self._looked_s < interval_s:
             return
         self._looked_s = now
         slots = self._num_slots() or SLOTS_UNKNOWN

@@ -209,6 +209,32 @@ async def test_without_known_slots_it_is_taken_that_there_are_some():
 
 
 @virtual
+async def test_slots_are_counted_once_a_second_and_sooner_only_for_who_has_no_place():
+    slots, looks = 2, []
+
+    def count():
+        looks.append(now_s())
+        return slots
+
+    admission = Admission(LimitOptions(), count)
+    running = []
+    for _ in range(20):
+        running.append(await run_one(admission))
+        await asyncio.sleep(0.1)
+        if len(running) > 2:
+            running.pop(0).close()
+    assert 2 <= len(looks) <= 3
+    running.append(await run_one(admission))
+    await asyncio.sleep(LOOK_INTERVAL_S)
+    slots = 4
+    num_before = len(looks)
+    running.append(await run_one(admission))  # there was no place for it before
+    assert (len(running), len(looks)) == (4, num_before + 1)
+    for ticket in running:
+        ticket.close()
+
+
+@virtual
 async def test_draining_waits_for_whoever_has_a_ticket():
     admission = admission_of(1)
     running = await run_one(admission)
