@@ -30,6 +30,19 @@ def add_conformance_flags(parser: argparse.ArgumentParser) -> None:
         help="only cases of such a name, as in `--case 'stop-*'`; repeatable",
     )
     parser.add_argument(
+        "--random",
+        type=int,
+        metavar="N",
+        help="instead, N requests that are drawn at random",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="K",
+        help="the first of them: random-K (default: %(default)s)",
+    )
+    parser.add_argument(
         "--text",
         choices=("exact", "greedy", "shape"),
         default="exact",

@@ -32,9 +32,12 @@ from neuron_di.testing.conformance import (
     Rules,
     choose,
     learn,
+    random_cases,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+NUM_DRAWN = 60
 
 # What this server does not do, or its model's template cannot. Each is refused by name.
 REFUSED = {
@@ -70,6 +73,18 @@ async def test_two_workers_answer_as_one_does(pair: Client, combined: Client, pr
     assert findings(results) == []
     refused = {result.case.name: set(result.refused) for result in results if result.refused}
     assert refused == {name: {"A", "B"} for name in REFUSED}
+    await pair.until_idle()
+    await combined.until_idle()
+
+
+async def test_nor_do_they_differ_in_requests_that_are_drawn(
+    pair: Client, combined: Client, probe: Probe
+) -> None:
+    cases = list(random_cases(0, NUM_DRAWN))
+    results = await compare((pair.url, combined.url), pair, probe, [], cases=cases)
+    assert findings(results) == []
+    refused = [result for result in results if result.refused]
+    assert len(refused) < NUM_DRAWN / 10
     await pair.until_idle()
     await combined.until_idle()
 

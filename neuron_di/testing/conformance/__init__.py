@@ -2,6 +2,7 @@
 
     case              one request, and what is to hold of its answers
     *_cases           the declared list
+    random_cases      requests that no list has
     exchange          a client that shows a stream's bytes as they came
     joined            a stream's events, and the answer they add up to
     *_rules           what must hold of each response by itself
@@ -16,6 +17,7 @@ from neuron_di.testing.conformance.command import CASES, choose
 from neuron_di.testing.conformance.compare import Comparison, Rules
 from neuron_di.testing.conformance.exchange import Endpoint, Heard
 from neuron_di.testing.conformance.finding import Difference, Fault
+from neuron_di.testing.conformance.random_cases import random_cases
 from neuron_di.testing.conformance.run import Result, learn, run_case, run_cases
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "choose",
     "completion",
     "learn",
+    "random_cases",
     "run_case",
     "run_cases",
 ]

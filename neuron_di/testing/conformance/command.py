@@ -19,6 +19,7 @@ from neuron_di.testing.conformance.chat_cases import CHAT_CASES
 from neuron_di.testing.conformance.compare import Rules
 from neuron_di.testing.conformance.completion_cases import COMPLETION_CASES
 from neuron_di.testing.conformance.exchange import Endpoint
+from neuron_di.testing.conformance.random_cases import SEED_MAX, random_cases
 from neuron_di.testing.conformance.refusal_cases import HEADER_CASES, REFUSAL_CASES
 from neuron_di.testing.conformance.report import report_document, report_lines
 from neuron_di.testing.conformance.run import Result, learn, run_cases
@@ -28,7 +29,7 @@ CASES: tuple[Case, ...] = (*COMPLETION_CASES, *CHAT_CASES, *HEADER_CASES, *REFUS
 
 def run_conformance(flags: argparse.Namespace) -> int:
     """Run what the flags say. Returns the exit code."""
-    cases = choose(flags.case)
+    cases = choose(flags.case) if flags.random is None else _drawn(flags)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     if flags.list:
         for case in cases:
@@ -55,6 +56,16 @@ def choose(patterns: list[str]) -> list[Case]:
         for case in CASES
         if not patterns or any(fnmatchcase(case.name, pattern) for pattern in patterns)
     ]
+
+
+def _drawn(flags: argparse.Namespace) -> list[Case]:
+    if flags.case:
+        raise ConfigError("--case chooses from the list, --random draws others: one of them")
+    if flags.random < 1:
+        raise ConfigError(f"--random must be a whole number, at least 1, not {flags.random}")
+    if not 0 <= flags.seed <= SEED_MAX:
+        raise ConfigError(f"--seed must be between 0 and {SEED_MAX}, not {flags.seed}")
+    return list(random_cases(flags.seed, flags.random))
 
 
 async def _run(flags: argparse.Namespace, cases: list[Case]) -> tuple[list[str], int]:
