@@ -1,5 +1,6 @@
 """One request: its text in and out, how its tokens are chosen, and when it ends."""
 
+from neuron_di.request.chat_messages import content_text
 from neuron_di.request.chat_template import ChatExtras, ChatTemplate
 from neuron_di.request.output_text import OutputText
 from neuron_di.request.prompt_wish import PromptWish
@@ -28,6 +29,7 @@ __all__ = [
     "TokenRules",
     "Tokenizer",
     "accept_token",
+    "content_text",
     "end_token_ids",
     "has_token_rules",
     "is_in_reasoning",

@@ -83,7 +83,7 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
     elif "content" not in checked:
         raise _bad(f"{where}.content must be a string or a list of text parts")
     if "content" in checked:
-        checked["content"] = _check_content(f"{where}.content", checked["content"])
+        checked["content"] = content_text(f"{where}.content", checked["content"])
     return _with_reasoning(checked)
 
 
@@ -103,7 +103,8 @@ def _known(where: str, message: dict[str, Any], keys: tuple[str, ...]) -> dict[s
     return checked
 
 
-def _check_content(where: str, content: Any) -> str:
+def content_text(where: str, content: Any) -> str:
+    """The client's JSON of a content as one string. BadRequest, which names `where`."""
     if isinstance(content, list) and content:
         # The parts are separate paragraphs, as vLLM has it.
         parts = enumerate(content)

@@ -39,7 +39,7 @@ def template_traits(source: str | None) -> TemplateTraits:
     return TemplateTraits(_tool_format(plain), _reasoning(plain))
 
 
-def is_in_reasoning(text: str, tags: tuple[str, str] | None, continued: object = None) -> bool:
+def is_in_reasoning(text: str, tags: tuple[str, str] | None, continued: str = "") -> bool:
     """Whether a prompt ends inside of reasoning: its template, or `continued`, opened it.
 
     `continued` is the content of the message that the answer goes on with. Tags elsewhere are
@@ -48,7 +48,7 @@ def is_in_reasoning(text: str, tags: tuple[str, str] | None, continued: object =
     if tags is None:
         return False
     start, end = tags
-    if isinstance(continued, str) and continued.rfind(start) > continued.rfind(end):
+    if continued.rfind(start) > continued.rfind(end):
         return True
     return text.rstrip().endswith(start)
 

@@ -17,6 +17,7 @@ from neuron_di.request import (
     PromptWish,
     Request,
     Tokenizer,
+    content_text,
     is_in_reasoning,
     resolve_max_tokens,
     template_traits,
@@ -215,7 +216,9 @@ class PromptReader:
             text, add_special_tokens=options.add_special_tokens is True, param="messages"
         )
         self._known(token_ids, "messages")
-        continued = messages[-1].get("content") if options.continue_final_message else None
+        continued = ""
+        if options.continue_final_message:  # a template was shown it: one string, parts, or none
+            continued = content_text("messages", messages[-1].get("content") or "")
         return ReadPrompt(token_ids, text, is_in_reasoning(text, self._reasoning_tags, continued))
 
     def _wish(self, prompt: ReadPrompt, options: PromptOptions) -> PromptWish:

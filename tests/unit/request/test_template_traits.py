@@ -50,10 +50,10 @@ def test_the_test_checkpoints_template_has_both():
 @pytest.mark.parametrize(
     ("text", "continued", "expected"),
     [
-        ("<|Assistant|><think>\n", None, True),
-        ("<|Assistant|><think>", None, True),
-        ("<|Assistant|><think>\n\n</think>\n\n", None, False),
-        ("what is <think> for?<|Assistant|>", None, False),
+        ("<|Assistant|><think>\n", "", True),
+        ("<|Assistant|><think>", "", True),
+        ("<|Assistant|><think>\n\n</think>\n\n", "", False),
+        ("what is <think> for?<|Assistant|>", "", False),
         ("<|Assistant|><think>\nso far", "<think>\nso far", True),
         ("<|Assistant|><think>a</think> so far", "<think>a</think> so far", False),
         ("what is <think>?<|Assistant|>so far", "so far", False),

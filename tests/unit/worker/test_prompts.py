@@ -77,15 +77,13 @@ def test_a_chat_gets_all_that_its_template_takes(reader: PromptReader) -> None:
 
 
 def test_a_template_that_reads_no_effort_refuses_it(reader: PromptReader) -> None:
-    leg = leg_of([ASK], "chat", reasoning_effort="low")
-    assert refusal(reader, leg).param == "reasoning_effort"
+    asked = leg_of([ASK], "chat", reasoning_effort="low")
+    assert refusal(reader, asked).param == "reasoning_effort"
 
 
 def test_tools_that_may_not_be_called_are_not_shown(reader: PromptReader) -> None:
-    hidden = {"tools": raw([TOOL]), "hides_tools": True}
-    assert text_of(reader, leg_of([ASK], "chat", **hidden)) == (
-        text_of(reader, leg_of([ASK], "chat"))
-    )
+    hidden = leg_of([ASK], "chat", tools=raw([TOOL]), hides_tools=True)
+    assert text_of(reader, hidden) == text_of(reader, leg_of([ASK], "chat"))
 
 
 def test_a_template_without_tools_refuses_them_whether_shown_or_not(tmp_path: Path) -> None:
@@ -98,11 +96,13 @@ def test_a_template_without_tools_refuses_them_whether_shown_or_not(tmp_path: Pa
     assert read(reader, leg_of([ASK], "chat", hides_tools=True)).prompt_ids
 
 
-def test_an_answer_may_go_on_with_a_message(reader: PromptReader) -> None:
-    messages = [ASK, {"role": "assistant", "content": "so "}]
+@pytest.mark.parametrize("content", ["<think>a ", [{"type": "text", "text": "<think>a "}], None])
+def test_an_answer_may_go_on_with_a_message(reader: PromptReader, content: object) -> None:
     options = {"add_generation_prompt": False, "continue_final_message": True}
-    text = text_of(reader, leg_of(messages, "chat", **options))
-    assert text == "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nso "
+    leg = leg_of([ASK, {"role": "assistant", "content": content}], "chat", **options)
+    end = "<|im_end|>\n<|im_start|>assistant\n" + ("<think>a " if content else "")
+    assert text_of(reader, leg).endswith(end)
+    assert read(reader, leg).begins_in_reasoning is bool(content)
 
 
 @pytest.mark.parametrize(
