@@ -4,7 +4,7 @@ Next: neuron_di/kv/arena.py
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -108,13 +108,13 @@ class ArenaPool(KvPool):
     def exchanges(self) -> list[Exchange]:
         return self.ownership.take_exchanges()
 
-    def generations(self, block_ids: Iterable[BlockId]) -> list[int]:
-        ids = np.fromiter(block_ids, np.int64)
-        generations: list[int] = generations_of(self.ownership.known(ids)).tolist()
+    def generations(self, block_ids: BlockIds) -> list[int]:
+        known = self.ownership.known(as_ids(block_ids))
+        generations: list[int] = generations_of(known).tolist()
         return generations
 
     def retire(self, block_ids: Sequence[BlockId]) -> bool:
-        return self.ownership.retire(np.fromiter(block_ids, np.int64))
+        return self.ownership.retire(as_ids(block_ids))
 
     def tensor(self, rank: int = 0) -> "Tensor":
         """As KvPool's, of the whole arena: only blocks that were granted may be touched."""

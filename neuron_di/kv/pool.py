@@ -14,7 +14,7 @@ neuron_di/kv/arena_pool.py
 import contextlib
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from mmap import MADV_REMOVE, mmap
 from typing import TYPE_CHECKING, Self
 
@@ -162,9 +162,10 @@ class KvPool:
         """
         return []
 
-    def generations(self, block_ids: Iterable[BlockId]) -> list[int]:
+    def generations(self, block_ids: BlockIds) -> list[int]:
         """The current generation of each block, to be promised to a reader."""
-        return [int(self._generations[block_id]) for block_id in block_ids]
+        generations: list[int] = self._generations[as_ids(block_ids)].tolist()
+        return generations
 
     def digests(
         self,
@@ -198,8 +199,7 @@ class KvPool:
         worker's; follow `exchanges` and call it for what came in their place.
         """
         if self._view is not None:  # else all of them are
-            for block_id in block_ids:
-                self._generations[block_id] += 1
+            self._generations[as_ids(block_ids)] += 1
         return False
 
     def region(self) -> ShmRegion:

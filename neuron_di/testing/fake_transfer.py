@@ -34,7 +34,7 @@ from neuron_di.testing.fake_model import FakePool
 from neuron_di.testing.network import Network
 from neuron_di.testing.virtual_loop import Process
 from neuron_di.transfer import Receive, Send, TransferToken
-from neuron_di.types import BlockId, Incarnation
+from neuron_di.types import Incarnation
 from neuron_di.wire import Region, ShmRegion
 
 COPY_S_MEAN = 0.002
@@ -194,7 +194,7 @@ class FakeTransferEngine:
         if engine is None:
             return PeerGone("the peer was disconnected")
         source = receive.source
-        if engine.pool.generations(map(BlockId, source.block_ids)) != list(source.generations):
+        if engine.pool.generations(source.block_ids) != list(source.generations):
             return KvChanged("the prefill worker gave the blocks up")
         return None
 
@@ -250,7 +250,7 @@ class FakeTransferEngine:
         self._read(receive, start, len(receive.pieces))
         if peer.process.is_dead and self._is_two_sided:
             self._end(receive, PeerGone("the peer is gone"))
-        elif peer.pool.generations(map(BlockId, source.block_ids)) != list(source.generations):
+        elif peer.pool.generations(source.block_ids) != list(source.generations):
             self._write(receive)  # torn as it is
             self._end(receive, KvChanged("the prefill worker gave the blocks up"))
         else:
