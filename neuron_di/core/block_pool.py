@@ -68,11 +68,12 @@ class BlockPool:
     def free(self, block_ids: Sequence[BlockId]) -> None:
         """Give blocks back. LocalProtocolError unless all of them are taken, each named once."""
         require(len(set(block_ids)) == len(block_ids), "a block is freed twice at once")
+        states, end = self._states, len(self._states)  # of thousands, while all streams wait
         for block_id in block_ids:
-            if self._state_of(block_id) != TAKEN:
+            if not (0 <= block_id < end and states[block_id] == TAKEN):
                 raise LocalProtocolError(f"block {block_id} is free already, or not of this pool")
         for block_id in block_ids:
-            self._states[block_id] = FREE
+            states[block_id] = FREE
         self.num_free += len(block_ids)
 
     def follow_exchanges(self, owned: Iterable[list[BlockId]]) -> None:
@@ -91,18 +92,16 @@ class BlockPool:
             for index, block_id in enumerate(block_ids)
             if block_id in going
         }
+        states = self._states
+        states += bytes([FOREIGN]) * (max(came for _, came in exchanges) + 1 - len(states))
         for went, came in exchanges:
-            require(went in places, f"block {went} went, and nobody here had it")
-            require(self._state_of(came) == FOREIGN, f"block {came} came, and was here already")
+            if went not in places:
+                raise LocalProtocolError(f"block {went} went, and nobody here had it")
+            if states[came] != FOREIGN:
+                raise LocalProtocolError(f"block {came} came, and was here already")
             block_ids, index = places[came] = places.pop(went)
             block_ids[index] = came
-            self._states[went] = FOREIGN
-            if came >= len(self._states):
-                self._states += bytes([FOREIGN]) * (came + 1 - len(self._states))
-            self._states[came] = TAKEN
-
-    def _state_of(self, block_id: BlockId) -> int:
-        return self._states[block_id] if 0 <= block_id < len(self._states) else FOREIGN
+            states[went], states[came] = FOREIGN, TAKEN
 
     def check_integrity(self, owned: Iterable[Sequence[BlockId]]) -> None:
         """Raise LocalProtocolError unless free and owned blocks are every block exactly once."""
@@ -110,7 +109,7 @@ class BlockPool:
         accounted = bytearray(self._states)
         for block_ids in owned:
             for block_id in block_ids:
-                if self._state_of(block_id) == FOREIGN or accounted[block_id] != TAKEN:
+                if not (0 <= block_id < len(accounted) and accounted[block_id] == TAKEN):
                     raise LocalProtocolError(f"block {block_id} is free, owned twice or foreign")
                 accounted[block_id] = 1
         require(0 not in accounted, f"{accounted.count(TAKEN)} blocks are neither free nor owned")
