@@ -66,13 +66,15 @@ class PoolPlan:
             _log.warning("context_cut", wanted=wanted, context_tokens=held, reason=reason)
         return min(wanted, held)
 
-    def require_ready_fits(self, num_blocks: int) -> None:
+    def require_ready_fits(self, role: Role) -> None:
         """ConfigError where the longest request could not be handed over: its Ready is too large.
 
         Such a message would cost the link, and with it every other request on it.
         """
+        if role == "both":
+            return
         size = self.layout.block_size
-        num_tokens = min(self._context_tokens(), num_blocks * size)
+        num_tokens = min(self._context_tokens(), self.num_blocks(role) * size)
         num_bytes = ready_bytes_max(num_tokens, self.layout.num_blocks_for(num_tokens))
         if num_bytes > SIGNAL_BYTES_MAX:
             raise ConfigError(
@@ -142,8 +144,7 @@ def load_model(
         spec=spec, layout=layout, options=options, device=device, available_bytes=available_bytes
     )
     num_blocks = pool_plan.num_blocks(role)
-    if role != "both":
-        pool_plan.require_ready_fits(num_blocks)
+    pool_plan.require_ready_fits(role)
     plan = device.memory_plan(spec, layout, num_blocks)
     plan.require_fits(available_bytes)
     _log.info(
@@ -197,10 +198,14 @@ def _sampling_defaults(folder: Path, options: EngineOptions) -> SamplingDefaults
     return defaults
 
 
-def missing_memory(model: LoadedModel, role: Role) -> str:
-    """Why the machine's memory does not suffice for the pool of this role; empty when it does."""
+def why_impossible(model: LoadedModel, role: Role) -> str:
+    """Why this model cannot be served in this role here, as for want of memory; empty: it can."""
     plan, pool = model.pool_plan, model.backend.pool
     assert plan is not None, "the model was loaded from a checkpoint"
+    try:
+        plan.require_ready_fits(role)
+    except ConfigError as error:
+        return error.message
     wanted_bytes = segment_bytes(plan.layout, plan.num_blocks(role))
     free_bytes = plan.device.free_bytes() + segment_bytes(pool.layout, pool.num_blocks)
     if wanted_bytes <= free_bytes:

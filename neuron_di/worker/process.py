@@ -29,7 +29,7 @@ from neuron_di.registry.announcer import ANNOUNCE_TTL_S
 from neuron_di.stop_signals import stop_on_signals
 from neuron_di.types import Role, WorkerId
 from neuron_di.worker.announced_host import announced_host, as_announced
-from neuron_di.worker.model import LoadedModel, load_model, missing_memory, renewed
+from neuron_di.worker.model import LoadedModel, load_model, renewed, why_impossible
 from neuron_di.worker.orders import Orders, RoleImpossible
 from neuron_di.worker.peers import following_peers
 from neuron_di.worker.role_epochs import EpochParts, run_epochs
@@ -200,8 +200,8 @@ class _Process:
         """Raise RoleImpossible where this process cannot take a role."""
         if self._options.static_peer is not None:
             raise RoleImpossible("this worker is bound to one partner by --static-peer")
-        if missing := missing_memory(self._model, role):
-            raise RoleImpossible(missing)
+        if reason := why_impossible(self._model, role):
+            raise RoleImpossible(reason)
 
     @contextlib.asynccontextmanager
     async def listening(self, worker: Worker, orders: Orders) -> AsyncIterator[None]:

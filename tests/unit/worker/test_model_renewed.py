@@ -17,7 +17,7 @@ from neuron_di.errors import ConfigError
 from neuron_di.kv import KvLayout, KvPool, PeerPool
 from neuron_di.types import Incarnation
 from neuron_di.worker import LoadedModel, load_model
-from neuron_di.worker.model import missing_memory, renewed
+from neuron_di.worker.model import renewed, why_impossible
 
 ENGINE = EngineOptions(
     block_size=4, threads=1, chunk_tokens=16, prefill_batch=2, decode_batch=4, context_tokens=64
@@ -108,9 +108,22 @@ def test_memory_that_the_old_pool_holds_counts_as_free(
     """A decode worker's pool is twice as large here as a prefill worker's."""
     module = import_module("neuron_di.backends.open_backend")
     monkeypatch.setattr(module, "available_memory_bytes", lambda: 0)
-    assert missing_memory(model, "prefill") == missing_memory(model, "decode") == ""
+    assert why_impossible(model, "prefill") == why_impossible(model, "decode") == ""
     model = renewed(model, "prefill")
-    assert "would be free once this worker has given its own back" in missing_memory(
+    assert "would be free once this worker has given its own back" in why_impossible(
         model, "decode"
     )
+    model.backend.close()
+
+
+def test_who_serves_alone_cannot_hand_over_what_is_too_long_to_be_told(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuron_di.worker.model.SIGNAL_BYTES_MAX", 4096)
+    model = load_model(str(llama_folder), None, "both", ENGINE)
+    for role in ("prefill", "decode"):
+        assert "cannot be handed over" in why_impossible(model, role)
+        with pytest.raises(ConfigError, match="cannot be handed over"):
+            load_model(str(llama_folder), None, role, ENGINE)
+    assert why_impossible(model, "both") == ""
     model.backend.close()

@@ -26,7 +26,7 @@ from neuron_di.kv import NeuronPool
 from neuron_di.models import ModelSpec
 from neuron_di.wire import PrefillLeg, PromptOptions
 from neuron_di.worker import LoadedModel, Worker, load_model
-from neuron_di.worker.model import missing_memory, renewed
+from neuron_di.worker.model import renewed, why_impossible
 
 STAND_IN = Path(__file__).resolve().parents[2] / "neuron_stand_in"
 CONTEXT_TOKENS, SLOTS = 128, 4
@@ -90,7 +90,7 @@ def test_the_cores_are_this_workers_and_numbered_as_the_hosts(model: LoadedModel
 
 def test_a_change_of_role_keeps_the_weights_and_the_slots(model: LoadedModel) -> None:
     backend, before = model.backend, model.backend.pool
-    assert missing_memory(model, "decode") == ""
+    assert why_impossible(model, "decode") == ""
     changed = renewed(model, "decode")
     assert changed.backend is backend
     assert backend.pool is not before

@@ -25,7 +25,7 @@ from neuron_di.config import CudaOptions
 from neuron_di.errors import ConfigError
 from neuron_di.models import ModelSpec
 from neuron_di.worker import load_model
-from neuron_di.worker.model import missing_memory, renewed
+from neuron_di.worker.model import renewed, why_impossible
 from neuron_di_bindings.cuda_runtime import PATH_VARIABLE
 
 GIB = 1 << 30
@@ -251,7 +251,7 @@ def test_a_change_of_role_counts_the_gpus_memory(llama_folder, free_bytes, monke
     options = engine_options(num_blocks=None, prefill_batch=1, decode_batch=3)
     model = load_model(str(llama_folder), None, "prefill", options)
     try:
-        assert missing_memory(model, "decode") == ""
+        assert why_impossible(model, "decode") == ""
         before = model.backend.pool
         changed = renewed(model, "decode")
         assert changed.backend.pool.num_blocks == 3 * before.num_blocks
@@ -259,6 +259,6 @@ def test_a_change_of_role_counts_the_gpus_memory(llama_folder, free_bytes, monke
         monkeypatch.setattr(
             "neuron_di.backends.cuda_device.CudaDevice.free_bytes", lambda self: -(1 << 40)
         )
-        assert "takes" in missing_memory(changed, "prefill")
+        assert "takes" in why_impossible(changed, "prefill")
     finally:
         model.backend.close()
