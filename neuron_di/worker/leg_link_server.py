@@ -48,6 +48,8 @@ ORPHAN_TIMEOUT_S = 45.0
 HELLO_TIMEOUT_S = 10.0
 # What a proxy may leave unread; the answers of a thousand legs are far less.
 UNREAD_BYTES_MAX = 64 << 20
+# Of one frame: what many steps have said that were heard of together, after the loop stood still.
+EVENTS_MAX = 1000
 
 Say = Callable[[LegEvent], None]
 End = Callable[[], object]
@@ -229,8 +231,8 @@ class WorkerLegLink(asyncio.Protocol):
             del self._ends[number]
         self._eventful.add(number)
         self._events.append((number, event))
-        if is_large:
-            self._flush()  # two of this size may be more than a frame holds
+        if is_large or len(self._events) == EVENTS_MAX:
+            self._flush()  # two of this size, or many with logprobs, may be more than a frame holds
 
     def _flush(self) -> None:
         self._is_flush_due = False

@@ -19,9 +19,11 @@ from neuron_di.wire import (
     Token,
     TokenLogprob,
     TokenLogprobs,
+    encode_msgpack,
 )
 from neuron_di.wire.leg_link import (
     FROM_PROXY_BYTES_MAX,
+    FROM_WORKER_BYTES_MAX,
     MAGIC,
     CloseLeg,
     OpenLeg,
@@ -130,6 +132,20 @@ async def test_large_events_travel_alone_so_that_no_frame_is_too_large(server, l
     assert max(num_events) == 1
     assert sum(num_events) == 3
     assert sorted(following) == [plain(number, 1) for number in range(3)]
+
+
+async def test_many_events_that_are_said_at_once_are_several_frames(server, link):
+    """As when the loop stood still while the engine did not."""
+    (leg,) = await opened(server, link)
+    candidate = TokenLogprob(" word", -1.0, list(b" word"), 20_000)
+    likely = TokenLogprobs(candidate, [candidate] * 20)
+    num_said = 2 * FROM_WORKER_BYTES_MAX // len(encode_msgpack(likely))
+    for index in range(num_said):
+        leg.say(token(index, logprobs=likely))
+    heard = []
+    while len(heard) < num_said:
+        heard += [event.index for _, event in (await link.next()).events]
+    assert heard == list(range(num_said))
 
 
 async def test_large_events_wait_until_the_proxy_has_read(server, link, monkeypatch):
