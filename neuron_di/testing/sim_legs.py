@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from neuron_di.errors import (
-    CapacityError,
     LocalProtocolError,
     NeuronDiError,
     PeerError,
@@ -34,13 +33,12 @@ from neuron_di.wire import (
     Token,
     WorkerRecord,
     WorkerStatus,
-    decode_leg_decoder,
     encode_json,
     leg_event_decoder,
-    prefill_leg_decoder,
 )
 from neuron_di.worker import Worker
 from neuron_di.worker.leg_report import failed
+from neuron_di.worker.server import LegAnswers, runs_of
 from neuron_di_proxy.failure import LegFailed
 from neuron_di_proxy.token_lane import Lane
 from neuron_di_proxy.workers import STATUS_TIMEOUT_S, Hear, LegKind, Said
@@ -70,10 +68,9 @@ class Server:
         """The events of one leg, and Failed as the last one if it fails."""
         worker = self.worker
         is_late = worker.record().state == "draining"
+        answers = LegAnswers(runs_of(worker), lambda: worker.is_draining)
         try:
-            if worker.is_draining:
-                raise CapacityError("this worker is draining")
-            async with aclosing(_events(worker, kind, body)) as events:
+            async with aclosing(answers.events(kind, body)) as events:
                 async for event in events:
                     if is_late:
                         self.took_late(kind)
@@ -83,16 +80,6 @@ class Server:
         except Exception as error:
             self.crashed(error)
             yield failed(LocalProtocolError("internal error"))
-
-
-def _events(worker: Worker, kind: LegKind, body: bytes) -> AsyncGenerator[LegEvent, None]:
-    if kind == "prefill" and worker.prefill is not None:
-        return worker.prefill.run(prefill_leg_decoder.decode(body))
-    if kind == "decode" and worker.decode is not None:
-        return worker.decode.run(decode_leg_decoder.decode(body))
-    if kind == "whole" and worker.combined is not None:
-        return worker.combined.run(prefill_leg_decoder.decode(body))
-    raise PeerGone("404: a worker of another role")
 
 
 class SimWorkers:

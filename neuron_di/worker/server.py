@@ -93,6 +93,15 @@ class LegAnswers:
         task.add_done_callback(self._tasks.discard)
         return task.cancel
 
+    def events(self, kind: LegKind, document: bytes) -> AsyncGenerator[LegEvent, None]:
+        """What a leg has to say. Raises what it is refused for, and so may each event."""
+        if self._is_draining():
+            raise CapacityError("this worker is draining")
+        if kind not in self._runs:
+            raise WorkerFailed(f"this worker answers no {kind} legs")
+        decoder, run = self._runs[kind]
+        return run(decoder.decode(document))
+
     async def ended(self) -> None:
         """Wait until every leg that was cancelled has let go of what it held."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -100,12 +109,7 @@ class LegAnswers:
     async def _answer(self, kind: LegKind, document: bytes, say: Say) -> None:
         event: LegEvent | None = None
         try:
-            if self._is_draining():
-                raise CapacityError("this worker is draining")
-            if kind not in self._runs:
-                raise WorkerFailed(f"this worker answers no {kind} legs")
-            decoder, run = self._runs[kind]
-            async with aclosing(run(decoder.decode(document))) as events:
+            async with aclosing(self.events(kind, document)) as events:
                 async for event in events:
                     say(event)
             if not isinstance(event, Finished | Released | Failed):
