@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from neuron_di.engine.sampler import Floats, SampledToken, describe_logprobs, raw_logprobs
+from neuron_di.engine.logit_masks import Floats
+from neuron_di.engine.sampler import SampledToken, describe_logprobs, raw_logprobs
 from neuron_di.request import PromptWish, Request, Tokenizer
 from neuron_di.wire import PromptReport, TokenLogprobs
 

@@ -15,21 +15,18 @@ NumPy, because its loops over one row are single-threaded and sum in a fixed ord
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from neuron_di.engine.logit_masks import biased, restricted
+from neuron_di.engine.logit_masks import Floats, biased, restricted
 from neuron_di.errors import LocalProtocolError
 from neuron_di.request import OutputText, Request, Tokenizer, end_token_ids, uniform
 from neuron_di.wire import SamplingParams, TokenLogprob, TokenLogprobs
 from neuron_di.wire.sampling_rules import LOGPROB_MIN, TEMPERATURE_MIN
 
 _CDF_BLOCK = 1024
-
-Floats = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from neuron_di.clock import Deadline, sleep_s
 from neuron_di.errors import PeerGone
 from neuron_di.kv.layout import KvLayout
+from neuron_di.kv.runs import neighbours
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di_bindings import owner_words
 from neuron_di_bindings.owner_words import Ids, OwnerWords, Words
@@ -223,7 +223,7 @@ class Arena:
 
     def populate(self, ids: Ids) -> None:
         """Make the memory of these blocks present. OSError when it is not there."""
-        for start, count in _runs(ids):
+        for start, count in neighbours(ids):
             offset = self.data_offset + start * self.block_bytes
             owner_words.populate(self.view, offset, count * self.block_bytes)
 
@@ -235,7 +235,7 @@ class Arena:
         if not (view := self.view):  # closed; from now on that takes nothing away
             return
         owners = owner_words.slots_of(self.raw_words[: self.num_granted])
-        for first, count in _runs(np.flatnonzero(owners == slot)):
+        for first, count in neighbours(np.flatnonzero(owners == slot)):
             start, end = (self.data_offset + n * self.block_bytes for n in (first, first + count))
             for offset in range(start, end, _MAPPED_BYTES):
                 # Who leaves gives its memory back, and reading that would take it anew.
@@ -246,7 +246,7 @@ class Arena:
 
     def release(self, ids: Ids) -> None:
         """Give the memory of these blocks back: they read as zeros."""
-        for start, count in _runs(ids):
+        for start, count in neighbours(ids):
             offset = self.data_offset + start * self.block_bytes
             owner_words.release(self._fd, offset, count * self.block_bytes)
 
@@ -275,7 +275,7 @@ class Arena:
         owners = owner_words.slots_of(self.raw_words[: self.num_granted])
         return sum(
             _present_bytes(self._fd, self.data_offset + start * self.block_bytes, size)
-            for start, count in _runs(np.flatnonzero(owners == slot))
+            for start, count in neighbours(np.flatnonzero(owners == slot))
             if (size := count * self.block_bytes)
         )
 
@@ -340,15 +340,6 @@ def _settle_geometry(fd: int, layout: KvLayout, memory_bytes: int) -> None:
     digest = layout.digest().encode()
     header = _HEADER.pack(_MAGIC, arena_id, digest, layout.block_bytes, blocks_max, granted)
     os.pwrite(fd, header, 0)
-
-
-def _runs(ids: Ids) -> Iterator[tuple[int, int]]:
-    """(first, count) of each run of neighbours."""
-    ordered: NDArray[np.int64] = np.sort(ids)
-    cuts = np.flatnonzero(np.diff(ordered) != 1) + 1
-    for run in np.split(ordered, cuts):
-        if len(run):
-            yield int(run[0]), len(run)
 
 
 def _present_bytes(fd: int, start: int, size: int) -> int:

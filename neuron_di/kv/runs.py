@@ -1,6 +1,6 @@
 """What a transfer moves: runs of bytes, each contiguous at both ends."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,15 @@ def ids_below(ids: BlockIds, end: int) -> Ints | None:
     if found.ndim != 1:
         return None
     return found if are_below(found, end) else None
+
+
+def neighbours(ids: Ints) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of neighbours, in order."""
+    ordered: Ints = np.sort(ids)
+    cuts = np.flatnonzero(np.diff(ordered) != 1) + 1
+    for run in np.split(ordered, cuts):
+        if len(run):
+            yield int(run[0]), len(run)
 
 
 def joined(runs: Runs) -> Runs:
