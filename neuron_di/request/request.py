@@ -40,8 +40,8 @@ class Request:
     token. A decode worker feeds the newest id itself and passes one less.
 
     Of two requests the one with the smaller `age_order` is older: it starts first, and gives way to
-    others last. A worker takes the moment at which the request's time is over: so a later attempt
-    is as old as the request.
+    others last. A worker takes the moment at which the request came: so a later attempt is as old
+    as the request.
     """
 
     def __init__(
