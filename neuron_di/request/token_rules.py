@@ -6,11 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from neuron_di.obs import get_logger
 from neuron_di.request.bad_words import BadWords
 from neuron_di.request.grammar import GrammarCompiler, GrammarState
 from neuron_di.request.tokenizer import Tokenizer
 from neuron_di.request.vocabulary import Vocabulary
 from neuron_di.wire import SamplingParams
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +37,18 @@ class TokenRuleMaker:
     ) -> None:
         self._tokenizer = tokenizer
         self._num_vocab = num_vocab
-        vocabulary = Vocabulary(tokenizer, num_vocab=num_vocab, eos_token_ids=eos_token_ids)
-        self._grammars = GrammarCompiler(vocabulary)
+        self._words = Vocabulary(tokenizer, num_vocab=num_vocab, eos_token_ids=eos_token_ids)
+        self._grammars = GrammarCompiler(self._words)
+
+    def prepare(self) -> None:
+        """Have ready what the first grammar would wait for. Of a large vocabulary that takes a
+        second or more, in which no other thread of this process runs: the library has the
+        interpreter's lock.
+        """
+        try:
+            self._words.for_grammars  # noqa: B018 - it is kept
+        except Exception as error:  # those who ask for a grammar are told
+            _log.warning("grammars_not_prepared", error=type(error).__name__)
 
     def rules_of(self, params: SamplingParams) -> TokenRules | None:
         """Fresh rules of checked parameters, or None. BadRequest names the field at fault."""

@@ -192,6 +192,7 @@ class _Process:
             options = replace(options, role=role)
         self._num_assembled += 1
         self._worker = worker = Worker(options, self._model)
+        await worker.prompts.prepare_rules()
         # Its name stays, whatever it does.
         self._options = replace(options, worker_id=worker.worker_id)
         return worker

@@ -57,7 +57,7 @@ class PromptReader:
         self.num_vocab = num_vocab
         self.context_tokens = context_tokens
         rules = RuleThread(tokenizer, num_vocab=num_vocab, eos_token_ids=eos_token_ids)
-        self.rules_of = rules.rules_of
+        self.rules_of, self.prepare_rules = rules.rules_of, rules.prepare
         # More cannot fit: no text of so many bytes has as few tokens as the context holds.
         self.text_bytes_max = context_tokens * tokenizer.token_bytes_max
         self._long_prompts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-prompts")

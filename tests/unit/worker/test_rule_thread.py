@@ -36,6 +36,23 @@ async def test_no_rules_take_no_thread_and_no_turn_of_the_loop(rules):
     assert rule_threads() == before
 
 
+async def test_what_the_first_grammar_needs_can_be_made_before_it_comes(rules):
+    made = vars(rules._maker._words)
+    assert "for_grammars" not in made
+    await rules.prepare()
+    prepared = made["for_grammars"]
+    await rules.rules_of(SamplingParams(grammar=Grammar(kind="json_object")))
+    assert made["for_grammars"] is prepared
+
+
+async def test_what_cannot_be_prepared_fails_nobody_but_who_asks_for_it(rules, monkeypatch):
+    monkeypatch.setattr("llguidance.LLTokenizer", None)
+    await rules.prepare()
+    assert await rules.rules_of(SamplingParams(logit_bias=((5, 1.0),))) is not None
+    with pytest.raises(BadRequest):
+        await rules.rules_of(SamplingParams(grammar=Grammar(kind="json_object")))
+
+
 async def test_the_loop_goes_on_while_a_grammar_is_compiled(rules, monkeypatch):
     """They are made one after the other, on one thread that is not the loop's."""
     may_go = threading.Event()

@@ -5,9 +5,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from neuron_di.config import EtcdOptions, HandOverOptions, TransferOptions, WorkerOptions
+from neuron_di.config import (
+    EngineOptions,
+    EtcdOptions,
+    HandOverOptions,
+    TransferOptions,
+    WorkerOptions,
+)
 from neuron_di.errors import CheckpointError, ConfigError, PeerTimeout
-from neuron_di.worker import process, run_worker
+from neuron_di.worker import load_model, process, run_worker
 from neuron_di.worker.server import bind
 
 
@@ -138,3 +144,15 @@ async def test_peers_are_kept_as_long_as_the_proxy_keeps_them(monkeypatch, ttl_s
     async with process._Process(options, None, None, nobody).announced(nobody):
         pass
     assert asked == [keep_s]
+
+
+async def test_a_worker_has_what_grammars_need_before_it_serves(llama_folder):
+    """Made for the first one that is asked for, it would stop every stream of the process."""
+    engine = EngineOptions(num_blocks=8, threads=1)
+    options = WorkerOptions(model=str(llama_folder), role="both", engine=engine)
+    model = load_model(options.model, None, "both", engine)
+    worker = await process._Process(options, model, None, None).assemble("both")
+    try:
+        assert "for_grammars" in vars(worker.prompts.rules_of.__self__._maker._words)
+    finally:
+        await worker.close()
