@@ -39,6 +39,7 @@ from neuron_di.obs import get_logger
 from neuron_di_proxy.send_deadline import NEVER, SendDeadline
 from neuron_di_proxy.socket_rest import is_quiet, unsent_of
 
+_READ_BYTES_MAX = 8 << 10
 _REQUESTS_MAX = 1 << 30  # of a connection: hypercorn's own 1000 would end busy ones
 
 _log = get_logger(__name__)
@@ -85,7 +86,7 @@ class HypercornSide:
         self, transport: asyncio.Transport, received: bytes, on_end: Callable[[], None]
     ) -> None:
         """Serve a connection that has received this much. `on_end` is called once it is over."""
-        reader = asyncio.StreamReader(loop=self._loop)
+        reader = _Reader(loop=self._loop)
         protocol = _Feeding(reader, self._loop)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
@@ -211,7 +212,8 @@ class _Held(TCPServer):
             if not isinstance(protocol.streams, _Streams):
                 protocol.streams = _Streams(protocol)
                 protocol.stream_buffers = _Buffers(self.context.event_class)
-                protocol._create_stream = _served(protocol)  # type: ignore  # noqa: SLF001, PGH003
+                served = _served(protocol, self.writer.transport)
+                protocol._create_stream = served  # type: ignore  # noqa: SLF001, PGH003
                 protocol._priority_updated = _unheeded  # type: ignore  # noqa: SLF001, PGH003
             if isinstance(event, Updated):
                 if event.idle:
@@ -236,14 +238,21 @@ class _Held(TCPServer):
             await self.protocol.handle(Closed())
 
 
-def _served(protocol: H2Protocol) -> Callable[[RequestReceived], Coroutine[Any, Any, None]]:
+def _served(
+    protocol: H2Protocol, transport: asyncio.WriteTransport
+) -> Callable[[RequestReceived], Coroutine[Any, Any, None]]:
     """How `protocol` takes a request: whatever hypercorn would fail with ends that stream alone.
 
     And those that hypercorn has refused by itself, which it would keep until the end, go then.
+    A client that resets its requests at once may send any number of them, in few bytes: one is
+    begun in a turn of the loop, so that others have theirs, and those that were reset go.
     """
     create = protocol._create_stream  # noqa: SLF001
 
     async def take(request: RequestReceived) -> None:
+        await asyncio.sleep(0)
+        if transport.is_closing():
+            return
         for stream_id in [each for each, stream in protocol.streams.items() if stream.closed]:
             protocol.streams.pop(stream_id)
         fields = dict(request.headers)
@@ -328,6 +337,14 @@ class _Buffer(StreamBuffer):
 class _EndedStream:
     async def handle(self, event: object) -> None:
         """Drop what comes too late."""
+
+
+class _Reader(asyncio.StreamReader):
+    """Gives hypercorn a little at a time: of frames as small as can be, what it asks for would
+    take the event loop a quarter of a second."""
+
+    async def read(self, n: int = -1) -> bytes:
+        return await super().read(min(n, _READ_BYTES_MAX) if n >= 0 else n)
 
 
 class _Feeding(asyncio.StreamReaderProtocol):
