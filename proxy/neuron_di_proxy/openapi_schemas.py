@@ -341,6 +341,7 @@ _TOKENIZE: dict[str, _Json] = {
                 **_TOKENIZE_FIELDS,
                 add_generation_prompt={"type": ["boolean", "null"]},
                 continue_final_message={"type": ["boolean", "null"]},
+                reasoning_effort={"type": ["string", "null"], "minLength": 1, "maxLength": 32},
                 **{name: _or_null(each) for name, each in _CHAT_TEMPLATE_FIELDS.items()},
             )
             | {"additionalProperties": False},

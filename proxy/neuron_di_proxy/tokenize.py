@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -61,6 +61,7 @@ class _ChatFields(_Fields, kw_only=True, forbid_unknown_fields=True):
     tools: msgspec.Raw = JSON_NULL
     documents: msgspec.Raw = JSON_NULL
     chat_template_kwargs: msgspec.Raw = JSON_NULL
+    reasoning_effort: Annotated[str, msgspec.Meta(min_length=1, max_length=32)] | None = None
     return_token_strs: bool | None = None
 
     def question(self) -> TokenizePrompt:
@@ -70,6 +71,7 @@ class _ChatFields(_Fields, kw_only=True, forbid_unknown_fields=True):
             tools=self.tools,
             documents=self.documents,
             template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=self.reasoning_effort,
             add_generation_prompt=adds_generation_prompt(
                 self.add_generation_prompt, goes_on=self.continue_final_message
             ),

@@ -163,6 +163,19 @@ async def test_a_last_message_goes_on_as_in_a_chat(workers: Workers, folder: Pat
     assert caught.value.param == "continue_final_message"
 
 
+async def test_how_long_to_reason_is_said_as_in_a_chat(workers: Workers, tmp_path: Path) -> None:
+    template = TOOL_CHAT_TEMPLATE + "{{ reasoning_effort }}"
+    write_random_checkpoint(tmp_path, "llama", chat_template=template)
+    await workers.add("one", tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for effort in ("low", "high"):
+        expected = theirs.apply_chat_template(
+            [ASK], add_generation_prompt=True, reasoning_effort=effort
+        )["input_ids"]
+        chat = await workers.ask("tokenize", messages=[ASK], reasoning_effort=effort)
+        assert chat["tokens"] == expected
+
+
 async def test_null_is_what_is_not_there(workers: Workers, folder: Path) -> None:
     await workers.add("one", folder)
     others = ("chat_template", "mm_processor_kwargs", "model", "return_token_strs", "tools")
