@@ -12,6 +12,7 @@ from neuron_di.wire.legs import REPORTED_LOGPROBS_MAX
 from neuron_di_proxy.choice_request import BYTES_PER_TOKEN
 from neuron_di_proxy.client_request import ClientRequest
 from neuron_di_proxy.field_rules import (
+    CHOICES_MAX_HINT,
     TraitsOf,
     choices_of,
     grammar_of,
@@ -137,7 +138,7 @@ def _split(prompt: msgspec.Raw, choices_max: int) -> tuple[msgspec.Raw, ...]:
         items = msgspec.structs.astuple(msgspec.json.decode(prompt, type=_list_of(choices_max)))
     except msgspec.ValidationError:
         raise BadRequest(
-            f"`prompt` may hold at most {choices_max} prompts", param="prompt"
+            f"`prompt` may hold at most {choices_max} prompts; {CHOICES_MAX_HINT}", param="prompt"
         ) from None
     prompts = tuple(item for item in items if item is not None)
     for item in prompts:

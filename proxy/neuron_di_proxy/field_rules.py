@@ -55,7 +55,7 @@ _PASSED_ON = (  # the fields that mean the same in `SamplingParams`
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
-_CHOICES_MAX = "more need a server with another --choices-max"
+CHOICES_MAX_HINT = "more need a server with another --choices-max"
 _get_passed_on = attrgetter(*_PASSED_ON)
 
 
@@ -209,10 +209,10 @@ def choices_of(fields: RequestFields, num_prompts: int, choices_max: int) -> int
     if n * num_prompts <= choices_max:
         return n
     if num_prompts == 1:
-        raise BadRequest(f"`n` may be at most {choices_max}; {_CHOICES_MAX}", param="n")
+        raise BadRequest(f"`n` may be at most {choices_max}; {CHOICES_MAX_HINT}", param="n")
     raise BadRequest(
         f"{num_prompts} prompts with `n` {n} make {n * num_prompts} choices: a request may have "
-        f"at most {choices_max}; {_CHOICES_MAX}",
+        f"at most {choices_max}; {CHOICES_MAX_HINT}",
         param="prompt",
     )
 
