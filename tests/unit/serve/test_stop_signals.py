@@ -97,3 +97,19 @@ def test_a_containers_first_process_ends_by_sigterm_also_while_it_starts(apart, 
             assert outer.wait(60) == 128 + signal.SIGTERM
         finally:
             outer.kill()
+
+
+def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path):
+    (tmp_path / "argparse.py").write_text("print('loads', flush=True)\nimport time\ntime.sleep(60)")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "neuron_di", "--version"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    )
+    with process:
+        assert process.stdout.readline() == b"loads\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (-signal.SIGINT, b"")
