@@ -1,11 +1,9 @@
 """`neuron-di doctor`: what it does with its flags."""
 
 import argparse
-import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from neuron_di.clock import now_s
@@ -15,7 +13,7 @@ from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.report import Doing, FindingPrinter, Report
 from neuron_di.doctor.runner import run_check
-from neuron_di.errors import ConfigError, NeuronDiError
+from neuron_di.errors import ConfigError
 from neuron_di.stop_signals import raising_on
 
 
@@ -40,12 +38,10 @@ def run(flags: argparse.Namespace) -> int:
         for check in checks:
             findings += _examine(check, machine, options, doing, printer)
     report = Report.of(findings, now_s() - start_s)
-    with _writing():
-        if printer is None:
-            sys.stdout.write(report.json() + "\n")
-            sys.stdout.flush()
-        else:
-            printer.show_summary(report)
+    if printer is None:
+        sys.stdout.write(report.json() + "\n")
+    else:
+        printer.show_summary(report)
     return 0 if report.is_well else 1
 
 
@@ -74,19 +70,6 @@ def _refuse_beside_first_hour(flags: argparse.Namespace, options: DoctorOptions)
         )
 
 
-@contextmanager
-def _writing() -> Iterator[None]:
-    """NeuronDiError where standard output takes no more, as on a disk that is full."""
-    try:
-        yield
-    except BrokenPipeError:  # who read has seen enough
-        raise
-    except OSError as error:
-        # What is still to be written would fail anew at the end, with a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise NeuronDiError(f"standard output cannot be written: {error.strerror}") from error
-
-
 def _examine(
     check: Check,
     machine: Machine,
@@ -100,7 +83,6 @@ def _examine(
         findings.append(finding)
         if printer is not None:
             doing.clear()
-            with _writing():
-                printer.show(finding)
+            printer.show(finding)
             doing.show(f"checking {check.group}")
     return findings
