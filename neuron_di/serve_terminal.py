@@ -1,11 +1,12 @@
 """`neuron-di serve` as its user sees it: progress, where to send requests, the drain."""
 
 import asyncio
-import contextlib
+import io
 import signal
+import sys
 from collections.abc import Coroutine
 from functools import partial
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn
@@ -13,24 +14,35 @@ from rich.text import Text
 
 from neuron_di.config import ServeOptions
 from neuron_di.obs import LaunchReport
+from neuron_di.obs.log_stream import LogStream
 from neuron_di.serve import Fleet
 from neuron_di.stop_signals import stop_on_hangup
 from neuron_di.terminal_text import printable
 
 
 class Terminal(Console):
-    """Standard error. It may be a pipe that nobody reads, or a full disk: what serves goes on."""
+    """Standard error. It may be a full disk, or a pipe or a terminal that nobody reads, for now or
+    for ever: what serves goes on, and what is not taken is left out."""
 
-    def __init__(self, file: IO[str] | None = None) -> None:
+    def __init__(self, file: TextIO | None = None) -> None:
         # An address stays in one piece, and a model's name is no markup.
-        super().__init__(stderr=True, file=file, soft_wrap=True, markup=False, highlight=False)
+        unwaiting = cast("IO[str]", _Unwaiting(file or sys.stderr))
+        super().__init__(file=unwaiting, soft_wrap=True, markup=False, highlight=False)
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
 
-    def print(self, *words: Any, **options: Any) -> None:
-        with contextlib.suppress(OSError):
-            super().print(*words, **options)
+class _Unwaiting(io.TextIOBase):
+    """A file's text. To wait with it would be to stop the event loop."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._stream = LogStream(file)
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def write(self, text: str) -> int:
+        self._stream.write_text(text)
+        return len(text)
 
 
 class LoadProgress:

@@ -34,7 +34,11 @@ class LogStream:
 
     def write(self, line: str) -> bool:
         """Write a line. False: it was dropped, as a whole or in part."""
-        data = line.encode("utf-8", "backslashreplace") + b"\n"
+        return self.write_text(line + "\n")
+
+    def write_text(self, text: str) -> bool:
+        """The same for any text, as several lines. After one that was cut a new line begins."""
+        data = text.encode("utf-8", "backslashreplace")
         if self._is_cut:
             data = b"\n" + data
         try:

@@ -1,5 +1,6 @@
 """What `serve` says goes to a terminal, a file or a pipe, and none of them can end it."""
 
+import fcntl
 import io
 import os
 from types import SimpleNamespace
@@ -21,6 +22,19 @@ def test_a_pipe_that_nobody_reads_ends_nothing():
             serve_terminal._say(terminal, "worker decode-0 ended; starting it again")
         # What the file itself still holds cannot be written at its end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
+
+
+@pytest.mark.parametrize("style", ["", "red"])
+def test_a_pipe_that_is_full_is_not_waited_for(style):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file, os.fdopen(reading, "rb"):
+        terminal = Terminal(file)
+        room = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
+        for _ in range(room // 1000 + 2):
+            serve_terminal._say(terminal, "x" * 1000, style)
+        os.read(reading, room)
+        serve_terminal._say(terminal, "decode-0 is back", style)
+        assert os.read(reading, room).strip() == b"decode-0 is back"
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny[/b]", "tiny[v2]"])
