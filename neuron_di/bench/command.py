@@ -1,7 +1,8 @@
 """`neuron-di bench`: what it does with its flags.
 
-Exit codes: 0 all requests were answered, 1 some failed, 2 the run could not start; 128 and the
-signal's number when it was interrupted, after the figures of what was measured.
+Exit codes: 0 all requests were answered, 1 some failed or figures could not be written, 2 the run
+could not start; 128 and the signal's number when it was interrupted, after the figures of what was
+measured.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuron_di.bench.flags import KEY_VARIABLE
 from neuron_di.config import raise_descriptor_limit
-from neuron_di.errors import ConfigError
+from neuron_di.errors import ConfigError, NeuronDiError
 
 if TYPE_CHECKING:
     from neuron_di.bench.document import Document
@@ -154,6 +155,6 @@ def _write(document: "Document", flags: argparse.Namespace) -> None:
         try:
             Path(flags.json).write_bytes(to_json(document))
         except OSError as error:
-            raise ConfigError(f"--json {flags.json}: {error.strerror}") from None
+            raise NeuronDiError(f"--json {flags.json}: {error.strerror}") from None
     if flags.plot:
         plot(document, Path(flags.plot))

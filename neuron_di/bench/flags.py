@@ -11,8 +11,8 @@ _EPILOG = (
     "presets: "
     + "; ".join(f"{name}: {preset.summary}" for name, preset in PRESETS.items())
     + f". An API key is taken from the variable {KEY_VARIABLE}. "
-    "Exit codes: 0 all requests were answered, 1 some failed, 2 the run could not start, "
-    "130 after Ctrl-C."
+    "Exit codes: 0 all requests were answered, 1 some failed or figures could not be written, "
+    "2 the run could not start, 130 after Ctrl-C."
 )
 
 

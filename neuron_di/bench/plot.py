@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_di.bench.document import Curve, Document, EndpointReport, Ratio
-from neuron_di.errors import ConfigError
+from neuron_di.errors import ConfigError, NeuronDiError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def require_plot(path: Path) -> None:
 
 
 def plot(document: Document, path: Path) -> None:
-    """Write the picture; the file's ending says of which kind. ConfigError when it cannot be."""
+    """Write the picture; the file's ending says of which kind. NeuronDiError when it cannot be."""
     require_plot(path)
     from matplotlib.figure import Figure
 
@@ -59,8 +59,8 @@ def plot(document: Document, path: Path) -> None:
     figure.suptitle(_title(document), fontsize=10)
     try:
         figure.savefig(path, dpi=_DPI)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from None
+    except OSError as error:
+        raise NeuronDiError(f"--plot {path}: {error.strerror or error}") from None
 
 
 def _title(document: Document) -> str:

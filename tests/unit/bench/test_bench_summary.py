@@ -1,6 +1,7 @@
 """Figures, their JSON, their table and their picture."""
 
 import io
+from argparse import Namespace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from bench_kit import ask, measured
 from rich.console import Console
 
+from neuron_di.bench.command import _write
 from neuron_di.bench.document import from_json, to_json
 from neuron_di.bench.plan import Plan
 from neuron_di.bench.plot import plot
@@ -16,7 +18,7 @@ from neuron_di.bench.run import Run, Strain, Turn, order_of_turns
 from neuron_di.bench.settings import make_settings
 from neuron_di.bench.slo import Slo
 from neuron_di.bench.summary import summarize
-from neuron_di.errors import ConfigError
+from neuron_di.errors import ConfigError, NeuronDiError
 
 
 def run_of(*endpoints, wall_s=10.0, strain=None, **given):
@@ -218,6 +220,15 @@ def test_a_picture_of_whatever_there_is(tmp_path, run):
 def test_a_picture_of_no_kind(tmp_path):
     with pytest.raises(ConfigError, match="--plot"):
         plot(summarize(two()), tmp_path / "a.xyz")
+
+
+@pytest.mark.parametrize("flag", ["json", "plot"])
+def test_figures_that_cannot_be_written_are_no_run_that_could_not_start(flag, tmp_path):
+    path = tmp_path / "gone" / "a.png"  # whose folder was there when the run began
+    flags = Namespace(**{"json": None, "plot": None, flag: str(path)})
+    with pytest.raises(NeuronDiError, match=f"^--{flag} {path}: No such file") as raised:
+        _write(summarize(two()), flags)
+    assert not isinstance(raised.value, ConfigError)
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
