@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from neuron_di.clock import Deadline
 from neuron_di.errors import (
     ClientError,
     Forbidden,
@@ -18,6 +19,7 @@ from neuron_di.proxy_call import call_proxy, no_answer, not_let_in, other_status
 from neuron_di_proxy.admin_order import AdminLine
 
 LINE_TIMEOUT_S = 30.0  # a line comes each second, or two
+LINE_BYTES_MAX = 1 << 20
 
 
 class OrderRefused(ClientError):
@@ -40,7 +42,7 @@ def give_order(
     is_over = False
     try:
         with call_proxy(url, path, key, LINE_TIMEOUT_S, order) as response:
-            for raw in response:
+            for raw in _lines(url, response):
                 line = _line_decoder.decode(raw)
                 yield line
                 is_over = line.phase in ("done", "failed")
@@ -53,6 +55,22 @@ def give_order(
         raise no_answer(url, error) from None
     if not is_over:
         raise PeerGone(f"{url} broke its answer off: ask `neuron-di status` what became of it")
+
+
+def _lines(url: str, response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Whole lines, as they come. What is no proxy may send one that never ends."""
+    rest, deadline = b"", Deadline.after(LINE_TIMEOUT_S)
+    while piece := response.read1(1 << 16):
+        *lines, rest = (rest + piece).split(b"\n")
+        if lines:
+            yield from lines
+            deadline = Deadline.after(LINE_TIMEOUT_S)
+        if len(rest) > LINE_BYTES_MAX:
+            raise RemoteProtocolError(f"{url} answers without an end")
+        if deadline.has_passed():
+            raise PeerGone(f"no proxy answers at {url}: timed out")
+    if rest:
+        yield rest
 
 
 def _refusal(url: str, error: urllib.error.HTTPError, key: str | None) -> NeuronDiError:

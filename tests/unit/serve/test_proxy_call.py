@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from neuron_di import proxy_answers
+from neuron_di import admin_orders, proxy_answers
 from neuron_di.admin_orders import give_order
 from neuron_di.bench.client import HttpClient
 from neuron_di.cli import main
@@ -130,17 +130,21 @@ def test_what_is_no_proxy_is_told_in_a_line(address, command, kind, words):
     assert isinstance(caught.value, PeerGone) or command is order
 
 
-def test_an_answer_that_never_ends_has_a_deadline(address, monkeypatch):
+@pytest.mark.parametrize("command", [order, status])
+def test_an_answer_that_never_ends_has_a_deadline(address, monkeypatch, command):
     url, says = address
     monkeypatch.setattr(proxy_answers, "ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(admin_orders, "LINE_TIMEOUT_S", 0.3)
     says += [b"HTTP/1.1 200 OK\r\n\r\n", *[b" "] * 200]
     with pytest.raises(PeerGone, match="timed out"):
-        status(url)
+        command(url)
 
 
-def test_an_answer_without_an_end_is_bounded(address, monkeypatch):
+@pytest.mark.parametrize("command", [order, status])
+def test_an_answer_without_an_end_is_bounded(address, monkeypatch, command):
     url, says = address
     monkeypatch.setattr(proxy_answers, "ANSWER_BYTES_MAX", 1000)
+    monkeypatch.setattr(admin_orders, "LINE_BYTES_MAX", 1000)
     says += [b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 2000]
     with pytest.raises(Exception, match="without an end"):
-        status(url)
+        command(url)
