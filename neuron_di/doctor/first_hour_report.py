@@ -13,6 +13,7 @@ from typing import Any
 
 from neuron_di.doctor.finding import Finding
 from neuron_di.doctor.first_hour_point import Point
+from neuron_di.doctor.host import system_name
 from neuron_di.doctor.machine import Machine
 from neuron_di.doctor.neuron_instances import INSTANCES
 from neuron_di.doctor.pci import instance_type
@@ -80,7 +81,7 @@ def _document(
         "is_simulated": "simulator" in detail,
         "instance": instance if instance in INSTANCES else "machine of another type",
         "kernel": machine.read("/proc/sys/kernel/osrelease") or "",
-        "system": _system(machine),
+        "system": system_name(machine),
         "packages": {name: version for name in _PACKAGES if (version := machine.package(name))},
         "environment": _environment(machine),
         "points": [
@@ -104,14 +105,6 @@ def _document(
             if finding.check not in _LEFT_OUT
         ],
     }
-
-
-def _system(machine: Machine) -> str:
-    for line in (machine.read("/etc/os-release") or "").splitlines():
-        name, _, value = line.partition("=")
-        if name == "PRETTY_NAME":
-            return value.strip("\"' ")
-    return ""
 
 
 def _environment(machine: Machine) -> dict[str, str]:

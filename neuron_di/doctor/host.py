@@ -40,9 +40,7 @@ def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
 
 
 def _system(machine: Machine) -> Finding:
-    text = machine.read("/etc/os-release") or ""
-    named = re.search(r'^PRETTY_NAME="?([^"\n]+)"?$', text, re.MULTILINE)
-    name = named[1] if named else "a system without a name"
+    name = system_name(machine) or "a system without a name"
     kernel = machine.read("/proc/sys/kernel/osrelease")
     facts: dict[str, Fact] = {"name": name, "kernel": kernel or ""}
     if kernel is None:
@@ -223,6 +221,13 @@ def _disk(machine: Machine, name: str, words: str, path: str, variable: str) -> 
             facts=facts,
         )
     return Finding.ok(f"host.disk.{name}", says, facts=facts)
+
+
+def system_name(machine: Machine) -> str:
+    """As it calls itself; empty where it has no name."""
+    text = machine.read("/etc/os-release") or ""
+    named = re.search(r"""^PRETTY_NAME=["']?([^"'\n]+)["']?$""", text, re.MULTILINE)
+    return named[1] if named else ""
 
 
 def limit_of(machine: Machine, name: str) -> Limit:
