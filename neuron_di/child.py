@@ -5,7 +5,15 @@ import contextlib
 import os
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +302,15 @@ def _children_of(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             found += map(int, path.read_text().split())
     return found
+
+
+def reap_adopted(own: Collection[int]) -> None:
+    """Where this is a container's first process, let go of the processes that it was given when
+    their parents ended, and that have ended: nobody else does. `own` are our children."""
+    if os.getpid() != 1:
+        return
+    with contextlib.suppress(ChildProcessError):  # there are no children at all
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own:  # whoever waits for it wants to know its code
+                return
+            os.waitpid(ended.si_pid, 0)

@@ -19,7 +19,7 @@ from typing import Self
 
 import aiohttp
 
-from neuron_di.child import Child, OnReport, Tell, end, run_together
+from neuron_di.child import Child, OnReport, Tell, end, reap_adopted, run_together
 from neuron_di.clock import Deadline
 from neuron_di.config import (
     CudaOptions,
@@ -265,6 +265,7 @@ class Fleet:
 
     def _note_role(self, name: str, report: LaunchReport) -> None:
         """A worker serves: in another role than before where an operator wanted that."""
+        reap_adopted(self.pids().values())  # the ranks of one that was killed before
         role = report.role
         if report.event == "ready" and role is not None and role != self._roles[name]:
             self._roles[name] = role

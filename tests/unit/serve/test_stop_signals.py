@@ -113,3 +113,32 @@ def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (-signal.SIGINT, b"")
+
+
+ADOPTED = """
+import os, subprocess
+from neuron_di.child import reap_adopted
+
+subprocess.run(["sh", "-c", "true & exec true"], check=True)  # which leaves one to us
+os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+reap_adopted(())
+try:
+    print(os.waitpid(-1, 0))
+except ChildProcessError:
+    print("none is left")
+own = subprocess.Popen(["sh", "-c", "exit 7"])
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+reap_adopted({own.pid})
+print(own.wait())
+"""
+
+
+def test_a_containers_first_process_lets_go_of_what_its_children_left(apart):
+    ended = subprocess.run(
+        [*apart, sys.executable, "-c", ADOPTED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.stdout, ended.stderr) == ("none is left\n7\n", "")
