@@ -20,6 +20,8 @@ from neuron_di.obs.log_stream import LogStream
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
+MEMBERS_MAX = 3  # of a group of exceptions, that are shown
+
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII but for the space, ", = and \
 
 
@@ -155,7 +157,7 @@ def _words_of(record: logging.LogRecord) -> str:
 
 
 def _traceback_of(error: BaseException | None) -> str:
-    """Where it was raised, with its causes, the first of them first.
+    """Where it was raised, with its causes, the first of them first; of a group, its members.
 
     Without the words of what is not ours: a KeyError's are the key, which may be a prompt.
     """
@@ -165,4 +167,6 @@ def _traceback_of(error: BaseException | None) -> str:
     frames = "".join(traceback.format_tb(error.__traceback__))
     words = f": {error.message}" if isinstance(error, NeuronDiError) else ""
     own = f"{frames}{type(error).__qualname__}{words}"
-    return own if earlier is None else f"{_traceback_of(earlier)}\n{own}"
+    members = error.exceptions[:MEMBERS_MAX] if isinstance(error, BaseExceptionGroup) else ()
+    causes = members if earlier is None else (earlier, *members)
+    return "\n".join([*map(_traceback_of, causes), own])

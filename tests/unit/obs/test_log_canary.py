@@ -80,6 +80,23 @@ def test_causes_are_shown_unless_they_are_hidden_on_purpose(start):
         assert CANARY not in logged
 
 
+def test_what_failed_in_a_group_is_shown_without_its_words(start):
+    lines = start()
+    errors = []
+    for kind in (KeyError, ValueError):
+        try:
+            fail(kind)
+        except kind as error:
+            errors.append(error)
+    group = ExceptionGroup(CANARY, errors * 2)
+    get_logger("neuron_di.test").exception("connection_failed", raised=group)
+    logged = lines()
+    assert (logged.count("KeyError"), logged.count("ValueError")) == (2, 1)  # not more than three
+    assert logged.count("in fail") == 3
+    assert "ExceptionGroup" in logged
+    assert CANARY not in logged
+
+
 async def test_a_task_that_failed_unseen_does_not_show_its_exception(start):
     lines = start()
 
