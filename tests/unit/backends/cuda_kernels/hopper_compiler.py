@@ -1,6 +1,6 @@
 """Compile what a call launches for Hopper, on a machine without a GPU, and report on the code.
 
-    python hopper_compiler.py MODULE FUNCTION < arguments.json
+    python hopper_compiler.py < calls.json
 
 Runs in a process of its own: Triton decides at import whether its kernels are compiled.
 """
@@ -77,14 +77,16 @@ def make(argument):
 
 
 def main():
-    module, function = sys.argv[1:]
-    calls = json.load(sys.stdin)
+    """Of each call, [module, function, positional, named], the reports on what it launches."""
     kernels = []
     compile_only(kernels)
-    call = getattr(import_module(module), function)
-    for positional, named in calls:
+    reports = []
+    for module, function, positional, named in json.load(sys.stdin):
+        kernels.clear()
+        call = getattr(import_module(module), function)
         call(*map(make, positional), **{name: make(value) for name, value in named.items()})
-    json.dump([report(kernel) for kernel in kernels], sys.stdout)
+        reports.append([report(kernel) for kernel in kernels])
+    json.dump(reports, sys.stdout)
 
 
 if __name__ == "__main__":
