@@ -36,6 +36,9 @@ class FlagParser(argparse.ArgumentParser):
         flag = argument.split("=", 1)[0]
         if not flag.startswith("-"):
             return self._named(f"unexpected argument {argument!r}")
+        for action in self._actions:  # as other servers have it: --model MODEL
+            if not action.option_strings and flag == f"--{action.dest}":
+                return self._named(f"{action.metavar} is given without {flag}")
         valid = [
             name
             for name, action in self._option_string_actions.items()

@@ -35,6 +35,8 @@ def parser():
         (["serve", "m", "--prot", "1"], "unknown flag --prot; the nearest valid one is --port"),
         (["serve", "m", "--por=1"], "unknown flag --por; the nearest valid one is --port"),
         (["serve", "m", "--blok-size=1"], "the nearest valid one is --block-size"),
+        (["serve", "--model", "m"], "serve: MODEL is given without --model"),
+        (["worker", "--model=m"], "worker: MODEL is given without --model"),
         (["worker", "m", "--parent-pids=1"], "the nearest valid one is --"),
         (["serve", "m", "n"], "unexpected argument 'n'"),
         (["serve", "m", "--port"], "--port"),
