@@ -50,7 +50,7 @@ class Pair:
         )
 
     def promised(self, block_ids: Sequence[int]) -> BlockSource:
-        return BlockSource(block_ids, self.prefill.generations(map(BlockId, block_ids)))
+        return BlockSource(block_ids, self.prefill.generations(block_ids))
 
     def look(self, receive: Receive) -> TransferToken:
         """The first half: after it the blocks are verified where they lie."""

@@ -65,7 +65,7 @@ def receive_of(own: KvPool, peer: KvPool, source_ids: list[int], own_ids: list[i
         tag=0,
         runs=whole_block_runs(LAYOUT, source_ids, own_ids),
         memory=own.memory(),
-        source=BlockSource(source_ids, peer.generations(map(BlockId, source_ids))),
+        source=BlockSource(source_ids, peer.generations(source_ids)),
     )
 
 

@@ -174,7 +174,7 @@ def test_a_small_receive_is_done_when_it_was_posted_and_a_large_one_is_the_threa
                     tag=count,
                     runs=whole_block_runs(LAYOUT, ids, ids),
                     memory=own.memory(),
-                    source=BlockSource(ids, peer.generations(map(BlockId, ids))),
+                    source=BlockSource(ids, peer.generations(ids)),
                     block_ids=list(map(BlockId, ids)),
                 )
                 ended = threading.Event()
@@ -214,7 +214,7 @@ def test_what_lands_is_small_up_to_a_limit_of_its_own(monkeypatch) -> None:
                 tag=0,
                 runs=whole_block_runs(LAYOUT, ids, ids),
                 memory=own.memory(),
-                source=BlockSource(ids, peer.generations(map(BlockId, ids))),
+                source=BlockSource(ids, peer.generations(ids)),
                 block_ids=list(map(BlockId, own_ids)),
             )
             token, ended = engine.post_receive(peer.incarnation, receive), threading.Event()

@@ -239,7 +239,7 @@ class Prefill(_Side):
             prompt_ids=[5] * num_tokens,
             generated=[9],
             block_ids=list(block_ids),
-            generations=self.pool.generations(map(BlockId, block_ids)),
+            generations=self.pool.generations(block_ids),
             digests=self.pool.digests(block_ids, self.identity(request_id, attempt), num_tokens),
             num_tokens=num_tokens,
         )
