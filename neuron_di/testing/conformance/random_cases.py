@@ -21,7 +21,6 @@ _TOOL_NAMES = ("look", "say")
 
 # (how often, field, its value): of both endpoints.
 _FIELDS: tuple[tuple[float, str, Callable[[Random], Any]], ...] = (
-    (0.7, "seed", lambda rng: rng.randrange(-(1 << 63), 1 << 63)),
     (0.3, "top_p", lambda rng: round(rng.uniform(0.05, 1), 2)),
     (0.3, "top_k", lambda rng: rng.choice([-1, 0, 1, 5, 50])),
     (0.2, "min_p", lambda rng: round(rng.uniform(0, 0.5), 2)),
@@ -40,6 +39,7 @@ _FIELDS: tuple[tuple[float, str, Callable[[Random], Any]], ...] = (
     (0.1, "return_token_ids", lambda _: True),
     (0.1, "return_tokens_as_token_ids", lambda _: True),
     (0.1, "truncate_prompt_tokens", lambda rng: rng.choice([1, 5, 50])),
+    (0.7, "seed", lambda rng: rng.randrange(-(1 << 63), 1 << 63)),
 )
 
 
@@ -51,11 +51,11 @@ def random_cases(seed: int, count: int) -> Iterator[Case]:
 
 def _random_case(number: int) -> Case:
     rng = Random(number)
-    fields: Json = {"temperature": rng.choice([0, 0.3, 1.0, 1.7])}
+    fields = _shape(rng)  # what is rare comes first: a report has room for little
     fields |= {name: draw(rng) for often, name, draw in _FIELDS if rng.random() < often}
+    fields["temperature"] = rng.choice([0, 0.3, 1.0, 1.7])
     if fields["temperature"]:
         fields.setdefault("seed", number)  # else no two answers are alike
-    fields |= _shape(rng)
     make, num_tokens = completion, rng.choice([1, 2, 5, 17, 40])
     if "min_tokens" in fields:
         fields["min_tokens"] = min(fields["min_tokens"], num_tokens)
