@@ -17,6 +17,7 @@ from neuron_di.wire.sampling_rules import (
 )
 from neuron_di_proxy.admin_order import Phase
 from neuron_di_proxy.request_fields import (
+    EFFORT_CHARS_MAX,
     INT64_MAX,
     ChatFields,
     CompletionFields,
@@ -341,7 +342,11 @@ _TOKENIZE: dict[str, _Json] = {
                 **_TOKENIZE_FIELDS,
                 add_generation_prompt={"type": ["boolean", "null"]},
                 continue_final_message={"type": ["boolean", "null"]},
-                reasoning_effort={"type": ["string", "null"], "minLength": 1, "maxLength": 32},
+                reasoning_effort={
+                    "type": ["string", "null"],
+                    "minLength": 1,
+                    "maxLength": EFFORT_CHARS_MAX,
+                },
                 **{name: _or_null(each) for name, each in _CHAT_TEMPLATE_FIELDS.items()},
             )
             | {"additionalProperties": False},

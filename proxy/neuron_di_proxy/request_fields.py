@@ -43,6 +43,14 @@ def _says(description: str) -> Meta:
     return Meta(description=description)
 
 
+EFFORT_CHARS_MAX = 32
+ReasoningEffort: TypeAlias = Annotated[
+    str,
+    Meta(min_length=1, max_length=EFFORT_CHARS_MAX),
+    _says("Where the chat template knows it."),
+]
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -170,12 +178,7 @@ class ChatFields(RequestFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: msgspec.Raw = _raw()
-    reasoning_effort: (
-        Annotated[
-            str, Meta(min_length=1, max_length=32), _says("Where the chat template knows it.")
-        ]
-        | None
-    ) = None
+    reasoning_effort: ReasoningEffort | None = None
     modalities: list[Literal["text"]] | None = None
     include_reasoning: Literal[True] | None = None
 

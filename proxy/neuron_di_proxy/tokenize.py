@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,6 +22,7 @@ from neuron_di_proxy.failure import LegFailed
 from neuron_di_proxy.field_rules import is_known_null
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.json_object import explain, read_body
+from neuron_di_proxy.request_fields import ReasoningEffort
 from neuron_di_proxy.route import Router
 from neuron_di_proxy.tool_calls import check_tools
 from neuron_di_proxy.worker_client import WorkerClient
@@ -61,7 +62,7 @@ class _ChatFields(_Fields, kw_only=True, forbid_unknown_fields=True):
     tools: msgspec.Raw = JSON_NULL
     documents: msgspec.Raw = JSON_NULL
     chat_template_kwargs: msgspec.Raw = JSON_NULL
-    reasoning_effort: Annotated[str, msgspec.Meta(min_length=1, max_length=32)] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
 
     def question(self) -> TokenizePrompt:
