@@ -125,7 +125,7 @@ def check_moved(answer: Answer, receipt: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("transfer", "prefill_tp", "decode_tp"),
-    [("auto", 1, 2), ("auto", 2, 2), ("tcp", 4, 2), ("nixl", 2, 1)],
+    [("auto", 2, 1), ("auto", 1, 2), ("auto", 2, 2), ("tcp", 4, 2), ("nixl", 2, 1)],
 )
 async def test_one_degree_hands_over_to_another(
     tiny_tales: Path, expected: list[Generation], transfer: str, prefill_tp: int, decode_tp: int

@@ -63,7 +63,6 @@ async def test_one_process_equals_hugging_face(
     ties.check()
 
 
-@pytest.mark.parametrize("judged", ["llama", "mistral", "qwen2"], indirect=True)
 async def test_1p1d_equals_both(
     judged: Judged, one_process: list[Generation], one_p_one_d: Client
 ) -> None:

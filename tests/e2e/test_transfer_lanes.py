@@ -104,11 +104,10 @@ async def shown(client: Client) -> str:
     return report.stdout
 
 
-@pytest.mark.parametrize("engine", ["shm", "nixl", "auto"])
+@pytest.mark.parametrize("engine", ["shm", "tcp", "nixl", "auto"])
 async def test_each_engine_gives_the_same_text(
     tiny_tales: Path, expected: list[str], engine: str
 ) -> None:
-    """Tests of TLS, and of ends that offer more, have tcp."""
     if engine == "nixl" and find_spec("nixl_cu12") is None:
         pytest.skip("the package nixl-cu12 is not installed")
     link, form = ("handover", "handed_over") if engine == "auto" else (engine, "direct")
@@ -146,7 +145,6 @@ async def test_tcp_with_tls_over_two_streams(
         there = ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
         assert there.strip() in (pem / "server.pem").read_text()
         await check(client, expected, "tcp", "direct")  # a stranger's visit harms nobody
-        await check_reason(client, "tcp", "tcp: chosen", "tcp: chosen")
 
 
 @asynccontextmanager

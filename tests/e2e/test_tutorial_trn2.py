@@ -1,6 +1,6 @@
 """The trn2 tutorial as its page has it, on a simulated trn2.48xlarge with its logical cores.
 
-So far this has run on a simulator of libnrt only. Step 6 is left to trn1's tests.
+So far this has run on a simulator of libnrt only.
 """
 
 from collections.abc import Iterator

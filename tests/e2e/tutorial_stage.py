@@ -24,9 +24,6 @@ NUM_PORTS = 40  # from PORT_BASE on: those of simulator.sh, and of a host's work
 PORTS = range(20_000, 32_000, NUM_PORTS)  # below what Linux gives to outgoing connections
 STEP_S = 900  # of one step, however much it prints
 SILENCE_S = 150  # of a step that neither prints, nor do those log whom it waits for
-# Step 6 starts most. It is one code for all tutorials, and dry runs show what it takes from each
-# one's settings (tests/unit/examples): so it is run in one of them.
-MEASURED = "trn1"
 
 MARKS = [
     pytest.mark.e2e,
@@ -139,10 +136,9 @@ def use_one_host(staged: Stage, engine: str) -> tuple[str, str]:
     assert "data: [DONE]" in asked
     assert "computed by prefill-0, then decode-0" in asked
     assert f"its KV went by the engine {engine} (" in asked
-    if staged.tutorial == MEASURED:
-        measured = staged.do("6-bench")
-        assert "combined / 1P1D  ratio in each of 2 slices" in measured
-        assert list(staged.pids()) == ["serve"]
+    measured = staged.do("6-bench")
+    assert "combined / 1P1D  ratio in each of 2 slices" in measured
+    assert list(staged.pids()) == ["serve"]
     # There is room for a third worker.
     grown = staged.do("7-scale-out")
     assert "NEURON_RT_VISIBLE_CORES=4-5" in grown
@@ -167,13 +163,11 @@ def use_two_hosts(staged: Stage, engine: str) -> str:
     assert "data: [DONE]" in asked
     assert "computed by prefill-0, then decode-0" in asked
     assert f"its KV went by the engine {engine} (" in asked
-    measured = ""
-    if staged.tutorial == MEASURED:
-        measured = staged.do("6-bench", *hosts)
-        # As many NeuronCores for the one as for the other.
-        assert "1P1D, 4 NeuronCores, beside 2 combined workers, 4 NeuronCores" in measured
-        assert measured.count("4 ok, 0 failed") == 2
-        assert "combined / 1P1D  ratio in each of 2 slices" in measured
+    measured = staged.do("6-bench", *hosts)
+    # As many NeuronCores for the one as for the other.
+    assert "1P1D, 4 NeuronCores, beside 2 combined workers, 4 NeuronCores" in measured
+    assert measured.count("4 ok, 0 failed") == 2
+    assert "combined / 1P1D  ratio in each of 2 slices" in measured
     assert set(staged.pids()) == {"etcd", "proxy", "prefill-0", "decode-0"}
     grown = staged.do("7-scale-out", *hosts)
     for worker in ("decode-0", "decode-1"):
