@@ -1,7 +1,7 @@
 """`neuron-di conformance A B`: two OpenAI endpoints, compared field by field.
 
 Exit codes: 0 they agree (what one refuses by name is only listed), 1 they differ or one breaks a
-rule, 2 nothing could be tried.
+rule, 2 nothing could be tried, 130 interrupted before either showed.
 
 Next: neuron_di/testing/conformance/command.py
 """

@@ -5,6 +5,7 @@ import asyncio
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -23,6 +24,8 @@ from neuron_di.testing.conformance.random_cases import SEED_MAX, random_cases
 from neuron_di.testing.conformance.refusal_cases import HEADER_CASES, REFUSAL_CASES
 from neuron_di.testing.conformance.report import report_document, report_lines
 from neuron_di.testing.conformance.run import Result, learn, run_cases
+
+INTERRUPTED = 130
 
 CASES: tuple[Case, ...] = (*COMPLETION_CASES, *CHAT_CASES, *HEADER_CASES, *REFUSAL_CASES)
 
@@ -82,16 +85,26 @@ async def _run(flags: argparse.Namespace, cases: list[Case]) -> tuple[list[str],
         probes = [await learn(each, long_prompt_chars=chars) for each in endpoints]
         if flags.text != "shape":
             probes[1] = probes[0]  # one model: both are asked the same
-        with show_progress(len(cases)) as tell:
-            results = await run_cases(
-                cases, endpoints, probes, rules, at_once=flags.at_once, tell=tell
-            )
+        results: list[Result] = []
+        try:
+            with show_progress(len(cases)) as tell:
+
+                def ended(result: Result) -> None:
+                    results.append(result)
+                    tell(result)
+
+                results = await run_cases(
+                    cases, endpoints, probes, rules, at_once=flags.at_once, tell=ended
+                )
+        except asyncio.CancelledError:  # Ctrl-C: a long run's findings are worth reading
+            sys.stderr.write(f"interrupted after {len(results)} of {len(cases)} cases\n")
     if flags.json:
         lines = [json.dumps(report_document(results, endpoints, rules), indent=2)]
     else:
         lines = list(report_lines(results, endpoints, rules))
-    is_good = all(result.outcome in ("same", "refused") for result in results)
-    return lines, 0 if is_good else 1
+    if not all(result.outcome in ("same", "refused") for result in results):
+        return lines, 1
+    return lines, 0 if len(results) == len(cases) else INTERRUPTED
 
 
 def _check(flags: argparse.Namespace) -> None:

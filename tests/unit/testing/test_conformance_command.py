@@ -1,6 +1,8 @@
 """What `neuron-di conformance` refuses before it sends anything, and what it says meanwhile."""
 
 import asyncio
+import signal
+import sys
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -77,11 +79,13 @@ async def test_why_nothing_can_be_tried_is_said(models, completion, words):
 
 
 @asynccontextmanager
-async def server(handle):
-    """The URL of a server with one route, /v1/models, and a session."""
+async def server(models, completion=None):
+    """The URL of a server that lists models, and perhaps completes texts; and a session."""
     app = web.Application()
-    app.router.add_get("/v1/models", handle)
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    app.router.add_get("/v1/models", models)
+    if completion is not None:
+        app.router.add_post("/v1/completions", completion)
+    runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -114,6 +118,46 @@ async def test_nobody_else_is_compared_because_of_a_redirect():
     async with server(here) as (other, _), server(elsewhere) as (url, session):
         with pytest.raises(PeerError, match=r"lists no model at /v1/models \(status 307"):
             await Endpoint("A", url, session).find_model()
+
+
+@pytest.mark.parametrize(("param", "code"), [("max_tokens", 130), ("n", 1)])
+async def test_what_was_found_is_said_when_it_is_interrupted(param, code):
+    is_stuck = asyncio.Event()
+
+    async def completion(request):
+        asked = await request.json()
+        if asked.get("n") == 0:
+            is_stuck.set()
+            await asyncio.sleep(60)
+        if asked["max_tokens"] < 0:
+            error = {"message": "no", "type": "x", "param": param, "code": None}
+            return web.json_response({"error": error}, status=400)
+        return web.json_response({"choices": [{"text": " a b"}]})
+
+    async def models(_):
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async with server(models, completion) as (url, _):
+        command = (
+            "conformance",
+            url,
+            url,
+            "--at-once=1",
+            "--case=refuse-max-tokens-negative",
+            "--case=refuse-n-0",
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "neuron_di", *command),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        await is_stuck.wait()
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+    assert b"interrupted after 1 of 2 cases" in err
+    assert b"refuse-max-tokens-negative" in out
+    assert b"1 cases: " in out
+    assert process.returncode == code
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
