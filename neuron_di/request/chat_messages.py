@@ -1,7 +1,7 @@
 """A client's messages, checked and made what chat templates were written for.
 
 A template reads plain dictionaries: a content is one string, a call's arguments are an object,
-and a key that was null is not there. That is how `transformers` and vLLM hand messages over.
+and another key that was null is not there. That is how `transformers` and vLLM hand messages over.
 """
 
 from typing import Any
@@ -31,11 +31,17 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 def check_messages(
-    messages: Any, *, takes_tool_calls: bool, takes_results: bool, knows_developer: bool
+    messages: Any,
+    *,
+    takes_tool_calls: bool,
+    tells_calls_by_none: bool,
+    takes_results: bool,
+    knows_developer: bool,
 ) -> list[dict[str, Any]]:
     """The messages as a template reads them; `messages` is the client's JSON.
 
-    `takes_tool_calls`: the template knows calls, and that they come without a content.
+    `takes_tool_calls`: the template knows calls. `tells_calls_by_none`: it knows them by a content
+    that is none; others read a content as text, whether there are calls or not.
     `takes_results`: that it shows a tool's messages. For another template these are refused: it
     would pass over them without a word. `knows_developer`: that it knows this role. For another a
     developer is the system: templates pass over roles that they do not know, too, or name them to
@@ -54,6 +60,8 @@ def check_messages(
     for index, message in enumerate(checked):
         if "tool_calls" in message and not takes_tool_calls:
             raise _not_shown("tool calls", f"messages[{index}].tool_calls")
+        if "tool_calls" in message and tells_calls_by_none and not message["content"]:
+            message["content"] = None
         if message["role"] == "tool" and not takes_results:
             raise _not_shown("results of tools", f"messages[{index}].role")
     if not knows_developer:
@@ -78,12 +86,11 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
         calls = checked.get("tool_calls")
         if calls is not None:
             checked["tool_calls"] = _check_calls(f"{where}.tool_calls", calls)
-        else:  # an answer may have none: all was reasoning, or a tag that is not shown
-            checked.setdefault("content", "")
+        # An answer may have none: it calls tools, all was reasoning, or a tag that is not shown.
+        checked.setdefault("content", "")
     elif "content" not in checked:
         raise _bad(f"{where}.content must be a string or a list of text parts")
-    if "content" in checked:
-        checked["content"] = content_text(f"{where}.content", checked["content"])
+    checked["content"] = content_text(f"{where}.content", checked["content"])
     return _with_reasoning(checked)
 
 

@@ -40,6 +40,7 @@ _RESERVED = frozenset(
     }
 )
 _TOOL_ROLE = re.compile("""["']tool["']""")
+_CONTENT_IS_NONE = re.compile(r"""\bcontent(["']\])?\s+is\s+none\b""")
 _PROBE = "content-of-a-tool"
 _END_MARK = "<end-of-final-message> "  # with a space, which shows whether contents are trimmed
 
@@ -95,6 +96,7 @@ class ChatTemplate:
         checked = check_messages(
             messages,
             takes_tool_calls="tool_calls" in self.source,
+            tells_calls_by_none=_CONTENT_IS_NONE.search(self.source) is not None,
             takes_results=self._takes_results,
             knows_developer="developer" in self.source,
         )
@@ -193,9 +195,9 @@ def _check_objects(name: str, value: Any) -> list[dict[str, Any]] | None:
 
 def _mark_end(message: dict[str, Any]) -> str:
     """Put the mark behind the message's content, in place; returns the content as it was."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise BadRequest("the final message has no content to continue", param="messages")
+    if "tool_calls" in message:  # they stand behind the content
+        raise BadRequest("a final message with tool calls cannot be continued", param="messages")
+    content: str = message["content"]
     message["content"] = content + _END_MARK
     return content
 

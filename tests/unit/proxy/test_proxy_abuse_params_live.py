@@ -67,7 +67,13 @@ async def test_b18_equal_ids_of_two_clients_never_meet(playing):
 def test_b20_parts_that_are_no_text_are_for_the_worker_to_refuse(part):
     message = {"role": "user", "content": [{"type": part, part: {"url": "http://169.254.169.254"}}]}
     with pytest.raises(BadRequest) as error:
-        check_messages([message], takes_tool_calls=True, takes_results=True, knows_developer=True)
+        check_messages(
+            [message],
+            takes_tool_calls=True,
+            tells_calls_by_none=False,
+            takes_results=True,
+            knows_developer=True,
+        )
     assert error.value.param == "messages"
     assert "169.254" not in error.value.message
 

@@ -281,6 +281,28 @@ def test_an_answer_without_content_is_an_empty_one(name, more):
         assert template.render([ASK, {"role": "assistant", **more, **content}, ASK]) == empty
 
 
+# Qwen3's way, which takes every content for a text, and DeepSeek-R1's.
+CONTENT_IS_TEXT = (
+    "{% if '</think>' in message.content %}?{% endif %}{{ '>' + message.content }}"
+    "{% for call in message.tool_calls or [] %}<{{ call.function.name }}>{% endfor %}"
+)
+NO_CONTENT_IS_CALLS = (
+    "{% if message['content'] is none %}><{{ message['tool_calls'][0]['function']['name'] }}>"
+    "{% else %}{{ '>' + message['content'] }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("shown", [CONTENT_IS_TEXT, NO_CONTENT_IS_CALLS])
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}], ids=str)
+def test_a_call_that_comes_without_content_is_shown(shown, content):
+    """As OpenAI's answers with calls come, and go back to the model with the results."""
+    source = "{% for message in messages %}" + shown + "{% endfor %}"
+    message = {"role": "assistant", "tool_calls": call(ARGUMENTS)["tool_calls"], **content}
+    assert ChatTemplate(source, {}).render([ASK, message, RESULT]) == (
+        f">{ASK['content']}><weather>>{RESULT['content']}"
+    )
+
+
 @pytest.mark.parametrize(
     ("extras", "param", "words"),
     [
@@ -336,8 +358,9 @@ def test_documents_reach_a_template_that_takes_them(tmp_path):
     assert expected.startswith("one: 1\ntwo: 2\n")
 
 
-def test_the_messages_to_continue_must_have_a_content():
+@pytest.mark.parametrize("content", [None, "", "so"])
+def test_a_message_with_calls_cannot_be_continued(content):
     extras = ChatExtras(add_generation_prompt=False, continue_final_message=True)
-    with pytest.raises(BadRequest, match="no content") as caught:
-        ChatTemplate(STYLES["hermes"], {}).render([ASK, call(ARGUMENTS)], extras)
+    with pytest.raises(BadRequest, match="cannot be continued") as caught:
+        ChatTemplate(STYLES["hermes"], {}).render([ASK, call(ARGUMENTS, content)], extras)
     assert caught.value.param == "messages"
