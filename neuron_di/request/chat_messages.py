@@ -23,7 +23,7 @@ _KEYS_OF_ROLE = {
 }
 _KEYS_OF_ALL = ("role", "content", "name")
 # Keys of OpenAI's own answers, which clients send back: nothing here reads what they may hold.
-_UNREAD_KEYS = ("refusal", "audio", "function_call", "annotations")
+_UNREAD_KEYS = ("refusal", "audio", "function_call", "annotations", "provider_specific_fields")
 _KNOWN_KEYS = {*_KEYS_OF_ALL, *_UNREAD_KEYS, *sum(_KEYS_OF_ROLE.values(), ())}
 
 # One thing under the names that different templates read.
@@ -74,14 +74,16 @@ def check_messages(
 def _check_message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _bad(f"{where} must be an object")
-    role, name = message.get("role"), message.get("name")
+    role = message.get("role")
     if not isinstance(role, str) or role not in _KEYS_OF_ROLE:
         # A role that is not OpenAI's may be anything: it is not repeated.
         roles = ", ".join(_KEYS_OF_ROLE)
         raise BadRequest(f"{where}.role must be one of {roles}", param=f"{where}.role")
-    if name is not None and not isinstance(name, str):
-        raise _bad(f"{where}.name must be a string")
+    if role == "assistant":
+        message = _as_answered(message)
     checked = _known(where, message, (*_KEYS_OF_ALL, *_KEYS_OF_ROLE[role]))
+    if not isinstance(checked.get("name", ""), str):
+        raise _bad(f"{where}.name must be a string")
     if role == "assistant":
         calls = checked.get("tool_calls")
         if calls is not None:
@@ -92,6 +94,16 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
         raise _bad(f"{where}.content must be a string or a list of text parts")
     checked["content"] = content_text(f"{where}.content", checked["content"])
     return _with_reasoning(checked)
+
+
+def _as_answered(message: dict[str, Any]) -> dict[str, Any]:
+    """An answer that a client's library sends back, without what it made of it."""
+    answer = {key: value for key, value in message.items() if key != "parsed"}  # OpenAI's: a copy
+    apart = answer.get("provider_specific_fields")  # LiteLLM's: keys that are not OpenAI's
+    if isinstance(apart, dict):
+        del answer["provider_specific_fields"]
+        return apart | answer
+    return answer
 
 
 def _known(where: str, message: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
@@ -152,7 +164,10 @@ def _check_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _bad(f"{where} must have a function with a name")
-    arguments = function.get("arguments") or None
+    # OpenAI's library puts arguments first; models were trained on calls that begin with a name.
+    function = {"name": function["name"], "arguments": None, **function}
+    function.pop("parsed_arguments", None)  # its copy
+    arguments = function["arguments"] or None
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments)

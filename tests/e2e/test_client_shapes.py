@@ -145,10 +145,9 @@ async def test_tools_are_called_and_parsed(user: openai.AsyncOpenAI, served: Cli
     assert streamed.function.parsed_arguments == call.function.parsed_arguments
     assert kinds.count("tool_calls.function.arguments.done") == 1
     # The call goes back with its result, and the chat goes on.
-    as_sent = call.model_dump(exclude={"function": {"parsed_arguments"}})
     turns = [
         *MESSAGES,
-        {"role": "assistant", "tool_calls": [as_sent]},
+        answer.choices[0].message,
         {"role": "tool", "tool_call_id": call.id, "content": "rain"},
     ]  # fmt: skip
     after = await user.chat.completions.create(model=served.model, messages=turns, **GREEDY)  # type: ignore[arg-type]

@@ -272,6 +272,28 @@ def test_an_answer_can_be_sent_back_as_it_came():
         assert template.render([ASK, {**bare, **nothing, **key}]) == template.render([ASK, bare])
 
 
+def test_an_answer_can_be_sent_back_as_a_library_has_it():
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}{% endfor %}", {}
+    )  # fmt: skip
+    # OpenAI's `parse`, and LiteLLM with a reasoning or none.
+    function = {"arguments": '{"city": "a"}', "name": "weather", "parsed_arguments": {"city": "a"}}
+    answer = {"role": "assistant", "tool_calls": [{**CALL, "function": function}]}
+    shown = '{"name": "weather", "arguments": {"city": "a"}}'
+    assert template.render([{**answer, "content": None, "parsed": {"a": 1}}]) == shown
+    for apart, reasoning in (({"reasoning": "so"}, "so"), ({"reasoning": None}, ""), (None, "")):
+        message = {**answer, "refusal": None, "provider_specific_fields": apart}
+        assert template.render([message]) == reasoning + shown
+    for more, param in (
+        ({"provider_specific_fields": {"signature": "x"}}, "signature"),
+        ({"provider_specific_fields": "x"}, "provider_specific_fields"),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            template.render([{**answer, **more}])
+        assert caught.value.param == f"messages[0].{param}"
+
+
 @pytest.mark.parametrize("name", STYLES)
 @pytest.mark.parametrize("more", [{}, {"reasoning": "because"}, {"tool_calls": []}], ids=str)
 def test_an_answer_without_content_is_an_empty_one(name, more):
