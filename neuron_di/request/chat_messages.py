@@ -34,14 +34,14 @@ def check_messages(
     messages: Any,
     *,
     takes_tool_calls: bool,
-    tells_calls_by_none: bool,
+    takes_calls_with_content: bool,
     takes_results: bool,
     knows_developer: bool,
 ) -> list[dict[str, Any]]:
     """The messages as a template reads them; `messages` is the client's JSON.
 
-    `takes_tool_calls`: the template knows calls. `tells_calls_by_none`: it knows them by a content
-    that is none; others read a content as text, whether there are calls or not.
+    `takes_tool_calls`: the template knows calls. `takes_calls_with_content`: also beside a content,
+    which others read as text, calls or not; a template that does not knows calls by none.
     `takes_results`: that it shows a tool's messages. For another template these are refused: it
     would pass over them without a word. `knows_developer`: that it knows this role. For another a
     developer is the system: templates pass over roles that they do not know, too, or name them to
@@ -60,7 +60,9 @@ def check_messages(
     for index, message in enumerate(checked):
         if "tool_calls" in message and not takes_tool_calls:
             raise _not_shown("tool calls", f"messages[{index}].tool_calls")
-        if "tool_calls" in message and tells_calls_by_none and not message["content"]:
+        if "tool_calls" in message and not takes_calls_with_content:
+            if message["content"]:
+                raise _not_shown("tool calls beside a content", f"messages[{index}].tool_calls")
             message["content"] = None
         if message["role"] == "tool" and not takes_results:
             raise _not_shown("results of tools", f"messages[{index}].role")

@@ -40,8 +40,7 @@ _RESERVED = frozenset(
     }
 )
 _TOOL_ROLE = re.compile("""["']tool["']""")
-_CONTENT_IS_NONE = re.compile(r"""\bcontent(["']\])?\s+is\s+none\b""")
-_PROBE = "content-of-a-tool"
+_PROBE = "shown-by-the-template"
 _END_MARK = "<end-of-final-message> "  # with a space, which shows whether contents are trimmed
 
 
@@ -96,7 +95,7 @@ class ChatTemplate:
         checked = check_messages(
             messages,
             takes_tool_calls="tool_calls" in self.source,
-            tells_calls_by_none=_CONTENT_IS_NONE.search(self.source) is not None,
+            takes_calls_with_content=self._takes_calls_with_content,
             takes_results=self._takes_results,
             knows_developer="developer" in self.source,
         )
@@ -147,11 +146,18 @@ class ChatTemplate:
         """Whether a tool's message is shown: the template names this role, or shows any role's."""
         if _TOOL_ROLE.search(self.source):
             return True
-        chat = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "tool", "content": _PROBE},
-        ]
+        answer = {"role": "assistant", "content": "b"}
+        return self._shows_probe(answer, {"role": "tool", "content": _PROBE})
+
+    @cached_property
+    def _takes_calls_with_content(self) -> bool:
+        """Whether a message's calls are shown although it has a content. DeepSeek-R1's are not."""
+        function = {"name": _PROBE, "arguments": {}}
+        call = {"id": "callcall1", "type": "function", "function": function}
+        return self._shows_probe({"role": "assistant", "content": "b", "tool_calls": [call]})
+
+    def _shows_probe(self, *messages: dict[str, Any]) -> bool:
+        chat = [{"role": "user", "content": "a"}, *messages]
         try:
             return _PROBE in self._generate(None, {"messages": chat})
         except BadRequest:  # it says itself what it does not take

@@ -70,7 +70,7 @@ def test_b20_parts_that_are_no_text_are_for_the_worker_to_refuse(part):
         check_messages(
             [message],
             takes_tool_calls=True,
-            tells_calls_by_none=False,
+            takes_calls_with_content=True,
             takes_results=True,
             knows_developer=True,
         )

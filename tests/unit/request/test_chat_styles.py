@@ -325,6 +325,13 @@ def test_a_call_that_comes_without_content_is_shown(shown, content):
     )
 
 
+def test_calls_that_a_template_shows_only_without_content_are_refused_with_one():
+    source = "{% for message in messages %}" + NO_CONTENT_IS_CALLS + "{% endfor %}"
+    with pytest.raises(BadRequest, match="takes no tool calls beside a content") as caught:
+        ChatTemplate(source, {}).render([ASK, call(ARGUMENTS, "I look"), RESULT])
+    assert caught.value.param == "messages[1].tool_calls"
+
+
 @pytest.mark.parametrize(
     ("extras", "param", "words"),
     [
