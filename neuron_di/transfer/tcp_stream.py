@@ -177,7 +177,7 @@ class TlsStream(Stream):
 
     def _send_all(self, view: memoryview, deadline: Deadline) -> None:
         while view:
-            view = view[self._call(partial(self._sock.send, view), self.silence_s) :]
+            view = view[self._call(partial(self._sock.send, view), self.silence_s, deadline) :]
             _check(deadline)
 
     def _receive_into(self, view: memoryview, silence_s: float | None) -> int:
@@ -186,7 +186,10 @@ class TlsStream(Stream):
             raise ConnectionResetError("the peer closed the connection")
         return num_bytes
 
-    def _call(self, call: Callable[[], T], silence_s: float | None) -> T:
+    def _call(
+        self, call: Callable[[], T], silence_s: float | None, deadline: Deadline | None = None
+    ) -> T:
+        """OpenSSL has taken all of what is sent when it returns: the deadline may pass before."""
         while True:
             try:
                 with self._lock:
@@ -199,6 +202,8 @@ class TlsStream(Stream):
             poll.register(self._sock, event)
             if not poll.poll(None if silence_s is None else silence_s * 1000):
                 raise TimeoutError("the peer stalls")
+            if deadline is not None:
+                _check(deadline)
 
 
 def stream_of(sock: Any, silence_s: float) -> Stream:

@@ -17,6 +17,7 @@ from neuron_di.errors import NeuronDiError
 from neuron_di.kv import KvLayout, KvPool, Memory, Runs
 from neuron_di.transfer.tcp_engine import TcpEngine, TcpTimes
 from neuron_di.transfer.tcp_proof import Hello, dial
+from neuron_di.transfer.tcp_tls import Tls
 from neuron_di.transfer.transfer_engine import BlockSource, Receive, Send, TransferToken
 from neuron_di.types import Incarnation
 from neuron_di.wire import TcpRegion
@@ -121,7 +122,7 @@ def tcp_pair(
 
 
 @contextmanager
-def hostile_decode(pair: TcpPair) -> Iterator[socket.socket]:
+def hostile_decode(pair: TcpPair, tls: Tls | None = None) -> Iterator[socket.socket]:
     """A proved data connection to `pair.prefill`, of which the test says every byte."""
     region = pair.prefill.local_region(DECODE)
     own = pair.decode.local_region(PREFILL)
@@ -129,7 +130,8 @@ def hostile_decode(pair: TcpPair) -> Iterator[socket.socket]:
     assert isinstance(own, TcpRegion)
     attempt = next(pair.decode._attempts)
     hello = Hello(attempt=attempt, index=0, num_streams=1, decode=DECODE, prefill=PREFILL)
-    with socket.create_connection((region.host, region.port), WAIT_S) as sock:
+    raw = socket.create_connection((region.host, region.port), WAIT_S)
+    with raw if tls is None else tls.client.wrap_socket(raw) as sock:
         dial(
             sock,
             hello,

@@ -7,19 +7,21 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
 import pytest
-from tcp_kit import DECODE, LAYOUT, PREFILL, WAIT_S, tcp_pair, wait
+from tcp_kit import DECODE, LAYOUT, PREFILL, WAIT_S, hostile_decode, runs_of, tcp_pair, wait
 
 from neuron_di.clock import Deadline
 from neuron_di.config import TransferOptions
-from neuron_di.errors import ConfigError, PeerError, PeerRefused
+from neuron_di.errors import ConfigError, PeerError, PeerRefused, PeerTimeout
 from neuron_di.kv import KvPool
-from neuron_di.transfer.tcp_engine import TcpEngine
+from neuron_di.transfer.tcp_engine import TcpEngine, TcpTimes
+from neuron_di.transfer.tcp_frames import WANT, Frame
 from neuron_di.transfer.tcp_listener import Arrival
 from neuron_di.transfer.tcp_stream import TlsStream
 from neuron_di.transfer.tcp_tls import open_tls
@@ -92,6 +94,25 @@ def test_kv_arrives_encrypted_over_each_stream(certificates, streams):
         pair.decode.cancel(PREFILL, unmatched.tag)
         assert wait(token) is not None
         assert pair.moves()
+
+
+def test_whoever_reads_slowly_does_not_keep_the_blocks_for_long(certificates):
+    """Though all that it reads is one run, which OpenSSL is given at once."""
+    options = certificates("one")
+    with (
+        tcp_pair(8192, times=TcpTimes(proof_s=WAIT_S, send_s=0.3), **options) as pair,
+        hostile_decode(pair, open_tls(TransferOptions(**options))) as sock,
+    ):
+        total = len(pair.sent)
+        receive = pair.receive_of(runs_of([0], [0], [total]))
+        sending = pair.send(receive)
+        sock.sendall(Frame(WANT, receive.tag, total, 0, total).pack())
+        pause, num_read = threading.Event(), 0
+        while not sending.is_done() and num_read < total // 2:  # never silent, 2 MB/s at most
+            num_read += len(sock.recv(1 << 16))
+            pause.wait(0.01)
+        assert isinstance(wait(sending), PeerTimeout)
+        assert num_read < total // 2
 
 
 @pytest.mark.parametrize(
