@@ -229,13 +229,24 @@ class TcpSender:
         ended: _Ended = []
         with self._lock:
             waiting = [o for o in self._outgoing.values() if o.unwanted and o.error is None]
-            for outgoing in waiting:
+            late = [outgoing for outgoing in waiting if outgoing.deadline.has_passed()]
+            if late and self._has_unheard():  # perhaps just these wishes: what is sent may be large
+                for outgoing in late:
+                    outgoing.deadline = Deadline.after(self._unclaimed_s).earlier_of(outgoing.end)
+            for outgoing in late:
                 if outgoing.deadline.has_passed():
                     error = KvMissing("the decode worker never asked for this transfer")
                     ended += self._give_up(outgoing, error)
             ends = [outgoing.deadline for outgoing in waiting if outgoing.error is None]
         self._tell(ended)
         return min(ends, key=lambda end: end.at_s, default=None)
+
+    def _has_unheard(self) -> bool:
+        """Under the lock: whether the peer has said what a thread that sends could not hear yet."""
+        poll = select.poll()
+        for outlet in self._outlets:
+            poll.register(outlet.stream.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def _wait(self, outlet: _Outlet) -> None:
         """Until the peer says something, or something is to be sent."""

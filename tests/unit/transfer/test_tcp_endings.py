@@ -260,6 +260,24 @@ def test_a_send_that_nobody_asks_for_ends_though_all_streams_are_busy():
         assert not sending.is_done()
 
 
+def test_a_send_that_was_asked_for_waits_for_those_before_it():
+    """However long they take: whoever sends does not hear what is asked meanwhile."""
+    times = TcpTimes(silence_s=WAIT_S, proof_s=WAIT_S, unclaimed_s=0.05, close_s=0.05)
+    with tcp_pair(8192, times=times) as pair, hostile_decode(pair) as sock:
+        busy, other = pair.whole(), pair.receive_of(runs_of([0], [0], [MIB]))
+        total = busy.runs.num_bytes
+        sending = [pair.send(busy)]
+        sock.sendall(Frame(WANT, busy.tag, total, 0, total).pack())
+        sock.recv(1, socket.MSG_PEEK)
+        sock.sendall(Frame(WANT, other.tag, MIB, 0, MIB).pack())
+        sending.append(pair.send(other))
+        threading.Event().wait(4 * times.unclaimed_s)
+        left = FRAME_BYTES + total + FRAME_BYTES + MIB
+        while left and (some := sock.recv(min(left, MIB))):
+            left -= len(some)
+        assert [wait(token) for token in sending] == [None, None]
+
+
 def test_a_send_that_failed_and_is_still_read_has_no_deadline_to_wake_for():
     times = TcpTimes(silence_s=20.0, proof_s=20.0, unclaimed_s=0.05, close_s=0.05)
     with tcp_pair(8192, times=times) as pair, hostile_decode(pair) as sock:
