@@ -23,6 +23,8 @@ _TOO_LARGE = "received message larger than max"
 # What etcd says, under any code, when it gave up in the middle of it.
 _GAVE_UP = ("context deadline exceeded", "context canceled", "proposal dropped", "timed out")
 _NOT_SENT = ("failed to connect", "no leader", "connection refused", "name resolution")
+# How a connection fails where one end speaks TLS and the other does not, or is not believed.
+_TLS_FAILED = ("socket closed", "tsi_data_corrupted", "handshake", "ssl", "certificate")
 
 _Code = grpc.StatusCode
 _UNREACHABLE = {_Code.UNAVAILABLE, _Code.ABORTED, _Code.CANCELLED}
@@ -94,7 +96,7 @@ def failure_of(code: grpc.StatusCode, details: str | None, endpoint: str) -> Fai
         late = PeerTimeout(f"etcd at {endpoint} did not answer in time")
         return Failure(late, Mend.ANOTHER_TRY, may_have_happened=True)
     if code in _UNREACHABLE or "too many requests" in lower:
-        gone = PeerGone(f"etcd at {endpoint} cannot be reached: {words}")
+        gone = PeerGone(f"etcd at {endpoint} cannot be reached: {words}{_hint(lower)}")
         was_sent = not any(each in lower for each in _NOT_SENT)
         return Failure(gone, Mend.ANOTHER_TRY, may_have_happened=was_sent)
     return Failure(_refusal(code, words, endpoint))
@@ -133,4 +135,6 @@ def one_line(details: str | None, chars_max: int = WORDS_MAX) -> str:
 def _hint(lower: str) -> str:
     if "user name is empty" in lower:
         return "; give --etcd-user, or a certificate whose common name is a user"
+    if "failed to connect" in lower and any(each in lower for each in _TLS_FAILED):
+        return "; is it TLS? `neuron-di doctor --only etcd` with the same --etcd flags says"
     return ""

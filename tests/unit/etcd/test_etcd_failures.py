@@ -50,3 +50,20 @@ def test_someone_elses_words_are_one_short_line():
     failure = failure_of(Code.INTERNAL, "a\x1b[31m" + "b" * 1000 + "\nsecond line", "host:1")
     assert len(failure.error.message) < 300
     assert failure.error.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("words", "is_tls"),
+    [
+        ("Socket closed", True),  # it speaks TLS, we do not
+        ("Unwrap failed (TSI_DATA_CORRUPTED)", True),  # it asks for a certificate
+        ("Ssl handshake failed: CERTIFICATE_VERIFY_FAILED", True),
+        ("Failed to connect to remote host: connect: Connection refused (111)", False),
+    ],
+)
+def test_who_forgot_tls_is_told_where_to_look(words, is_tls):
+    details = (
+        f"failed to connect to all addresses; last error: UNAVAILABLE: ipv4:1.2.3.4:5: {words}"
+    )
+    message = failure_of(Code.UNAVAILABLE, details, "host:1").error.message
+    assert ("doctor --only etcd" in message) is is_tls
