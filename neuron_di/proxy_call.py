@@ -80,7 +80,8 @@ def no_answer(url: str, error: OSError | http.client.HTTPException) -> PeerGone:
     if isinstance(reason, http.client.IncompleteRead):
         return PeerGone(f"{url} broke its answer off")
     if isinstance(reason, http.client.HTTPException):
-        return PeerGone(f"{url} is no HTTP server")
+        hint = ", or one that speaks TLS: https://" if url.startswith("http:") else ""
+        return PeerGone(f"{url} is no HTTP server{hint}")
     reason = getattr(reason, "strerror", None) or reason  # without the number
     return PeerGone(f"no proxy answers at {url}: {reason}")
 

@@ -17,6 +17,7 @@ from neuron_di.proxy_call import check_key
 
 SAYS = {
     "ssh": b"SSH-2.0-OpenSSH_9\r\n",
+    "tls": b"\x15\x03\x03\x00\x02\x02\x46",  # an alert
     "short": b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{}",
 }
 
@@ -119,7 +120,10 @@ def test_a_key_that_no_header_can_carry_is_not_shown(command, key):
 
 
 @pytest.mark.parametrize("command", [order, status])
-@pytest.mark.parametrize(("kind", "words"), [("ssh", "no HTTP server"), ("short", "broke its")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("ssh", "no HTTP server"), ("tls", "speaks TLS: https://"), ("short", "broke its")],
+)
 def test_what_is_no_proxy_is_told_in_a_line(address, command, kind, words):
     url, says = address
     says.append(SAYS[kind])
