@@ -5,6 +5,7 @@ looked at, so nobody may mend it on the way.
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -107,7 +108,9 @@ class Endpoint:
         except TimeoutError:
             raise PeerTimeout(f"{self.url} did not answer in {self._timeout.total:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise PeerGone(f"no endpoint answers at {self.url}: {error}") from None
+            number = getattr(error, "errno", None) or 0  # aiohttp's own words are a riddle
+            words = os.strerror(number) if number > 0 else error
+            raise PeerGone(f"no endpoint answers at {self.url}: {words}") from None
 
     async def find_model(self) -> Json:
         """The entry of /v1/models for `model`, or the first one, which becomes `model`."""

@@ -108,6 +108,12 @@ async def test_an_answer_without_end_is_not_read_without_end():
             await Endpoint("A", url, session).send(Ask(path="/v1/models", method="GET"))
 
 
+async def test_where_nobody_listens_is_told_as_other_commands_tell_it():
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(PeerError, match=r"no endpoint answers at \S+: Connection refused$"):
+            await Endpoint("A", "http://127.0.0.1:9", session).find_model()
+
+
 async def test_nobody_else_is_compared_because_of_a_redirect():
     async def here(_):
         return web.json_response({"data": [{"id": "m"}]})
