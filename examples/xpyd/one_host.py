@@ -89,7 +89,7 @@ class Part:
 
 
 def show(*arguments: str) -> None:
-    short = [re.sub(r"^.*/models/", "models/", argument) for argument in arguments]
+    short = [re.sub(r"^.*/models/", "examples/models/", argument) for argument in arguments]
     print(f"\n$ neuron-di {' '.join(short)}", flush=True)
 
 

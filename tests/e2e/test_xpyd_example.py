@@ -34,6 +34,9 @@ def test_the_cluster_grows_shrinks_and_changes_without_a_failed_request(registry
     assert answers is not None, out
     assert int(answers[1]) > 10
     assert ("--etcd=127.0.0.1:" in out) == (registry == "etcd")
+    shown = re.findall(r"^\$ neuron-di worker (\S+) ", out, re.M)  # as one types it in the root
+    assert len(shown) == 4
+    assert all((ROOT / model).is_dir() for model in shown)
     # It did what it shows: the words of the commands, and the tables between them.
     assert "decode-0 has ended" in out
     assert "it did switch: prefill -> decode" in out
