@@ -1,10 +1,12 @@
 """What the proxy knows of its workers, and where from, as metrics: read at each scrape."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from neuron_di.types import Role
 from neuron_di.wire import LANES_MAX, WorkerStatus
 from neuron_di_proxy.directory import CandidDirectory
 from neuron_di_proxy.health_report import HealthReport
@@ -67,7 +69,8 @@ def _states(reports: list[HealthReport]) -> Metric:
     workers = GaugeMetricFamily(
         "neuron_di_workers", "workers by role and state", labels=("role", "state")
     )
-    counts: dict[tuple[str, str], int] = {}
+    # Who died is soon listed no more: what tells a monitoring system is that fewer are up.
+    counts = {(str(role), "up"): 0 for role in get_args(Role)}
     for report in reports:
         key = (str(report.record.role), str(report.state))
         counts[key] = counts.get(key, 0) + 1

@@ -40,6 +40,7 @@ async def test_workers_are_counted_by_role_and_state(playing):
         ("neuron_di_workers", "prefill", "up"): 1,
         ("neuron_di_workers", "decode", "up"): 1,
         ("neuron_di_workers", "down", "prefill"): 1,
+        ("neuron_di_workers", "both", "up"): 0,  # what is not there is below no threshold
     }
 
     async def is_so():
