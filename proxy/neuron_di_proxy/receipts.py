@@ -1,7 +1,7 @@
 """What became of each request: who did what, how fast, and how much KV moved."""
 
 from collections import OrderedDict
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Optional
 
 import msgspec
 
@@ -11,6 +11,9 @@ from neuron_di.wire import Finished, KvForm, LegReceipt, Token
 from neuron_di_proxy.attempt import Attempt
 from neuron_di_proxy.choice_request import ChoiceRequest
 from neuron_di_proxy.tenant import EVERYBODY
+
+if TYPE_CHECKING:
+    from neuron_di_proxy.model_metrics import ModelMetrics
 
 RECEIPTS_MAX = 1000
 
@@ -93,6 +96,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     accepted_s: float = msgspec.field(default_factory=now_s)
     arrived_s: float | None = None  # its head was here; None: it did not wait
     unrouted_s: float = 0.0  # waited for a worker, in all
+    counts: Optional["ModelMetrics"] = None  # where it counts as running
     first_token_s: float | None = None
     last_token_s: float = 0.0
     emitted: list[int] = msgspec.field(default_factory=list)  # ids of all tokens given on

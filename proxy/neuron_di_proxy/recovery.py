@@ -9,7 +9,6 @@ Waiting until a worker is there is not an attempt; `queue_timeout_s` bounds it.
 
 import asyncio
 import random
-from collections.abc import Callable
 
 from msgspec import structs
 
@@ -25,7 +24,6 @@ from neuron_di_proxy.failure import RequestTimeout, failure_of
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.known_models import ModelNotFound
 from neuron_di_proxy.launch import Launcher
-from neuron_di_proxy.model_metrics import ModelMetrics
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.route import Route, Router
 from neuron_di_proxy.workers import Process, Workers, process_of
@@ -72,8 +70,7 @@ class RequestRunner:
         runner = RequestRunner(workers, router, health, limits, random.Random(seed))
         finished = await runner.run(request, record, emit)
 
-    `workers` opens legs (the `Workers` protocol), `router` is a Router over the same `health`,
-    `counts_of` says where to count the requests of a model that find no worker.
+    `workers` opens legs (the `Workers` protocol), `router` is a Router over the same `health`.
     `health` should be entered; it never is by this class.
     """
 
@@ -84,9 +81,7 @@ class RequestRunner:
         health: Health,
         limits: LimitOptions,
         rng: random.Random,
-        counts_of: Callable[[str], ModelMetrics] = lambda _model: ModelMetrics(),
     ) -> None:
-        self._counts_of = counts_of
         self._router = router
         self._health = health
         self._limits = limits
@@ -230,12 +225,14 @@ class RequestRunner:
 
     async def _wait_for_workers(self, record: RequestRecord, timeout_s: float) -> None:
         """One may join or recover. Who waits for that is no request that runs."""
-        counts, since_s = self._counts_of(record.model), now_s()
-        counts.num_unrouted += 1
+        counts, since_s = record.counts, now_s()
+        if counts is not None:
+            counts.num_unrouted += 1
         try:
             await self._health.wait_change(timeout_s)
         finally:
-            counts.num_unrouted -= 1
+            if counts is not None:
+                counts.num_unrouted -= 1
             record.unrouted_s += now_s() - since_s
 
     def _learn(self, attempt: Attempt, error: NeuronDiError) -> None:

@@ -85,9 +85,7 @@ class Service:
             rng=rng,
         )
         self.metrics = Metrics(self)
-        self.runner = RequestRunner(
-            self.client, self.router, self.health, limits, rng, self.metrics.of
-        )
+        self.runner = RequestRunner(self.client, self.router, self.health, limits, rng)
         self.keys = Keys(config.front.api_keys, config.front.processes)
         self.admission = Admission(limits, self._num_slots)
         self.receipts = ReceiptStore()
@@ -304,12 +302,14 @@ class Exchange:
 
     async def _run(self, wanted: ClientRequest, reply: Reply) -> None:
         service, num_choices = self._service, wanted.num_choices
+        counts = service.metrics.of(wanted.model)  # one, whatever is known of the model later
         self._records = records = [
             RequestRecord(
                 request_id=choice_id(self.request_id, index),
                 model=wanted.model,
                 tenant=self._tenant.name,
                 arrived_s=self._arrived_s,
+                counts=counts,
             )
             for index in range(num_choices)
         ]
@@ -319,7 +319,6 @@ class Exchange:
         sink: ChoiceSink = kind(answer, records, reply, partial(self._headers, content_type))
         if wanted.n > 1 and wanted.options.report:
             sink = SharedReports(sink, wanted.n)
-        counts = service.metrics.of(wanted.model)
         choices: list[Choice] = []
         for index, record in enumerate(records):
             trace = None if self._trace is None else service.tracing.below(self._trace)

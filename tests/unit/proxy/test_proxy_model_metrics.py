@@ -150,6 +150,29 @@ async def test_who_runs_and_who_waits_is_seen_meanwhile(stack, cluster):
     await until(is_over)
 
 
+async def test_who_came_before_all_workers_is_counted_in_one_place(stack, cluster):
+    """No worker's name is known then; when one is, fewer than none would run under it."""
+    proxy = await stack.enter_async_context(RunningProxy(ProxyOptions(), []))
+    asking = asyncio.create_task(proxy.post("/v1/completions", **FIELDS))
+
+    async def waits():
+        return (await samples(proxy)).get(("vllm:num_requests_waiting", "other")) == 1
+
+    await until(waits)
+    proxy.directory.records.append(cluster.prefill.record)
+
+    async def is_known():
+        return (await samples(proxy)).get(("neuron_di_workers", "prefill", "up")) == 1
+
+    await until(is_known)
+    seen = await samples(proxy)
+    kinds = ("running", "waiting")
+    assert [seen[f"vllm:num_requests_{kind}", "tiny"] for kind in kinds] == [0, 0]
+    assert [seen[f"vllm:num_requests_{kind}", "other"] for kind in kinds] == [0, 1]
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 async def test_who_waited_too_long_is_counted_as_refused(stack, cluster):
     limits = LimitOptions(requests_max=1, queue_timeout_s=0.05, drain_timeout_s=2)
     workers = [cluster.prefill.record, cluster.decode.record]
