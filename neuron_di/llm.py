@@ -3,6 +3,7 @@
 The same engine as a worker of role "both", without sockets.
 """
 
+import atexit
 import operator
 import os
 import queue
@@ -77,6 +78,7 @@ class LLM:
             sink=self._events.put,
         )
         self._engine.start()
+        atexit.register(self._stop_computing)
         self._num_requests = 0
         self._default_sampling = SamplingParams(**self._model.sampling_defaults.given())
         self._rules = TokenRuleMaker(
@@ -114,6 +116,7 @@ class LLM:
             if self._is_closed:
                 return
             self._is_closed = True
+            atexit.unregister(self._stop_computing)
             self._engine.stop()
             self._model.backend.close()
 
@@ -122,6 +125,12 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _stop_computing(self) -> None:
+        """Before the interpreter ends, which breaks off a thread that is in torch with an abort.
+        Without the lock: who has it waits for answers that nobody wants any more."""
+        if not self._is_copy():
+            self._engine.stop()
 
     def _is_copy(self) -> bool:
         """Whether this is a forked process: there its threads are not, and locks may stay held."""

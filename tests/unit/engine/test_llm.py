@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,3 +210,19 @@ def test_options_are_checked_as_flags_are(llama_folder: Path, name: str) -> None
         LLM(str(llama_folder), cuda=3)
     with pytest.raises(ConfigError, match="neuron-decode-buckets"):
         LLM(str(llama_folder), neuron_decode_buckets=["9", "5"])
+
+
+def test_a_script_that_ends_while_it_computes_ends_in_order(llama_folder: Path) -> None:
+    """The interpreter breaks off what is left of its threads: one in torch would take all down."""
+    script = (
+        "import atexit, sys, threading\n"
+        "from neuron_di import LLM, SamplingParams\n"
+        "atexit.register(lambda: print(llm._engine._thread.is_alive()))\n"
+        "llm = LLM(sys.argv[1], threads=1, num_blocks=256)\n"
+        "ask = (list(range(300)), SamplingParams(max_tokens=3000, ignore_eos=True))\n"
+        "threading.Thread(target=llm.generate, args=ask, daemon=True).start()\n"
+        "while not llm._engine.num_steps: pass\n"
+    )
+    command = [sys.executable, "-c", script, str(llama_folder)]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, b"False\n"), ended.stderr
