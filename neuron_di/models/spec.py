@@ -180,6 +180,10 @@ class _Fields:
             raise CheckpointError(
                 f"{self._source}: hidden_act {activation!r} is not supported; supported: silu"
             )
+        if not self._config.get("is_causal", True):  # models made for embeddings
+            raise CheckpointError(
+                f"{self._source}: is_causal false is not supported: positions would see later ones"
+            )
         if self._config.get("quantization_config") is not None:
             raise CheckpointError(
                 f"{self._source}: quantized weights (quantization_config) are not supported; "

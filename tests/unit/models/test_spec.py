@@ -111,6 +111,7 @@ def test_a_type_of_another_model_is_refused() -> None:
         ({"architectures": None}, "architectures"),
         ({"architectures": "LlamaForCausalLM"}, "architectures"),
         ({"hidden_act": "gelu"}, "gelu.*supported: silu"),
+        ({"is_causal": False}, "is_causal"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"vocab_size": "many"}, "vocab_size.*'many'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers.*0"),
