@@ -133,7 +133,7 @@ class CpuBackend(HostLogits):
             # Behind its blocks stands block 0, which is another's: the kernel would write there.
             require(num_used <= len(request.block_ids), "a request goes on behind its last block")
             row[:num_used] = request.block_ids[:num_used]
-        logits_BV = torch.empty(len(requests), self.num_vocab)
+        logits_BV = torch.empty(len(requests), self.num_vocab, dtype=torch.float32)
         self._decoder.step(
             np.array([request.generated[-1] for request in requests], np.int32),
             np.array([request.num_computed for request in requests], np.int32),
@@ -146,7 +146,7 @@ class CpuBackend(HostLogits):
         self, layer: int, query_THD: Tensor, start: int, table_N: Tensor
     ) -> Tensor:
         assert self._decoder is not None
-        out_THD = torch.empty(query_THD.shape)
+        out_THD = torch.empty(query_THD.shape, dtype=torch.float32)
         self._decoder.attend_chunk(
             layer, query_THD.numpy(), out_THD.numpy(), start=start, block_table=table_N.numpy()
         )
@@ -179,7 +179,7 @@ class CpuBackend(HostLogits):
         self, decoder: cpu_kernels.CpuDecoder, request: Request, start: int, end: int
     ) -> Tensor:
         """One decode step whose rows are these positions. The last one's logits [V]."""
-        logits_1V = torch.empty(1, self.num_vocab)
+        logits_1V = torch.empty(1, self.num_vocab, dtype=torch.float32)
         table = np.array(request.block_ids, np.int32)
         decoder.step(
             np.array(request.token_ids(start, end), np.int32),

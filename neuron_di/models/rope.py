@@ -76,7 +76,7 @@ class RopeSpec:
         import torch
 
         # float32 throughout, in this order: what the checkpoints were trained with.
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         plain = 1.0 / self.theta**exponents
         if self.kind == "default":
             return plain
@@ -92,7 +92,7 @@ class RopeSpec:
         """cos and sin for positions [0, num_positions): float32 [num_positions, head_dim / 2]."""
         import torch
 
-        positions = torch.arange(num_positions, dtype=torch.float32)
+        positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, self._inverse_frequencies(head_dim))
         return angles.cos(), angles.sin()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from neuron_di import LLM, SamplingParams
 from neuron_di.errors import BadRequest, ConfigError, LocalProtocolError
@@ -191,6 +192,21 @@ def test_a_copy_of_the_process_makes_its_own_on_one_thread_only(llama_folder: Pa
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert made(2) == expected
+
+
+def test_what_a_script_tells_torch_to_make_by_default_changes_nothing(
+    llama_folder: Path, llm: LLM
+) -> None:
+    (expected,) = llm.generate(PROMPTS[1], GREEDY)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")  # as it may be a GPU
+    try:
+        with LLM(str(llama_folder), threads=1, num_blocks=64) as made_then:
+            (answer,) = made_then.generate(PROMPTS[1], GREEDY)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert answer.token_ids == expected.token_ids
 
 
 def test_what_it_does_not_give_is_refused(llm: LLM) -> None:
