@@ -18,6 +18,8 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     path = folder / "generation_config.json"
     known = read_json_object(path) if path.exists() else {}
     fields = {name: known[name] for name in SamplingDefaults.__struct_fields__ if name in known}
+    if fields.get("top_k") == -1:  # off, as requests may say it, too
+        fields["top_k"] = 0
     try:
         defaults = msgspec.convert(fields, SamplingDefaults)
         check_sampling(SamplingParams(**defaults.given()))

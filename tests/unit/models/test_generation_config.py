@@ -21,6 +21,7 @@ def test_what_the_makers_say_is_read(tmp_path):
         "temperature": 1.0,
         "repetition_penalty": 1.05,
     }
+    assert read(tmp_path, top_k=-1).given() == {"top_k": 0}  # off, in a request, too
 
 
 def test_what_is_not_said_has_no_default(tmp_path):
