@@ -99,6 +99,10 @@ class ChatTemplate:
             takes_results=self._takes_results,
             knows_developer="developer" in self.source,
         )
+        calls = [call for message in checked for call in message.get("tool_calls", ())]
+        if calls and self._joins_arguments:
+            for call in calls:
+                call["function"]["arguments"] = _to_json(call["function"]["arguments"])
         continued = _mark_end(checked[-1]) if extras.continue_final_message else None
         variables = {
             "messages": checked,
@@ -147,21 +151,30 @@ class ChatTemplate:
         if _TOOL_ROLE.search(self.source):
             return True
         answer = {"role": "assistant", "content": "b"}
-        return self._shows_probe(answer, {"role": "tool", "content": _PROBE})
+        return self._shows(answer, {"role": "tool", "content": _PROBE})
 
     @cached_property
     def _takes_calls_with_content(self) -> bool:
         """Whether a message's calls are shown although it has a content. DeepSeek-R1's are not."""
-        function = {"name": _PROBE, "arguments": {}}
-        call = {"id": "callcall1", "type": "function", "function": function}
-        return self._shows_probe({"role": "assistant", "content": "b", "tool_calls": [call]})
+        return self._shows({"role": "assistant", "content": "b", "tool_calls": [_call({})]})
 
-    def _shows_probe(self, *messages: dict[str, Any]) -> bool:
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether a call's arguments must be JSON's text, not an object. DeepSeek-R1's must."""
+        answer = {"role": "assistant", "content": "" if self._takes_calls_with_content else None}
+        takes = [
+            self._shows({**answer, "tool_calls": [_call(arguments)]}, or_else=False)
+            for arguments in ({_PROBE: 1}, _to_json({_PROBE: 1}))
+        ]
+        return takes == [False, True]
+
+    def _shows(self, *messages: dict[str, Any], or_else: bool = True) -> bool:
+        """Whether the probe in these is in the text; `or_else`: where there is no text."""
         chat = [{"role": "user", "content": "a"}, *messages]
         try:
             return _PROBE in self._generate(None, {"messages": chat})
-        except BadRequest:  # it says itself what it does not take
-            return True
+        except BadRequest:  # as a rule it says itself what it does not take
+            return or_else
 
     def check_taken(self, name: str, value: Any) -> list[dict[str, Any]] | None:
         """The client's JSON of the variable `name`, a list of objects. Raises BadRequest."""
@@ -189,6 +202,12 @@ class ChatTemplate:
         if _EFFORT in kwargs:
             raise BadRequest(f"{_EFFORT} is in {_KWARGS}, too: send one", param=_EFFORT)
         return {**kwargs, _EFFORT: reasoning_effort}
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    """A call that shows whether a template shows it. Some want an id of nine characters."""
+    function = {"name": _PROBE, "arguments": arguments}
+    return {"id": "callcall1", "type": "function", "function": function}
 
 
 def _check_objects(name: str, value: Any) -> list[dict[str, Any]] | None:

@@ -219,3 +219,18 @@ def test_a_lone_surrogate_in_a_chat_is_the_clients_mistake(tmp_path):
 def test_what_is_no_template_is_refused_at_once():
     with pytest.raises(jinja2.TemplateError):
         ChatTemplate("{% for %}", {})
+
+
+@pytest.mark.parametrize("content", [" is none", " is not none", ""])
+def test_arguments_are_text_for_a_template_that_joins_them_to_text(content):
+    """As DeepSeek-R1's does, which shows calls only where there is no content."""
+    source = (
+        "{% for message in messages if message['tool_calls']"
+        + (content and f" and message['content']{content}")
+        + " %}{{ '>' + message['tool_calls'][0]['function']['arguments'] }}{% endfor %}"
+    )
+    for arguments in ({"place": "Åre"}, '{"place":"Åre"}'):
+        made = {"id": "callcall2", "type": "function"}
+        made["function"] = {"name": "weather", "arguments": arguments}
+        message = {"role": "assistant", "content": None, "tool_calls": [made]}
+        assert ChatTemplate(source, {}).render([message]) == '>{"place": "Åre"}'
