@@ -7,13 +7,25 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from neuron_di.errors import ConfigError
+
 
 class OwnFolder:
-    """A folder that is ours for as long as we hold its lock, which ends with our process."""
+    """A folder that is ours for as long as we hold its lock, which ends with our process.
+
+    Those of owners that were killed go first. ConfigError where none can be made.
+    """
 
     def __init__(self, prefix: str) -> None:
         while True:
-            self.path = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
+            try:
+                sweep(prefix)
+                self.path = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
+            except OSError as error:  # all are read-only, or this one is full
+                raise ConfigError(
+                    f"no folder for temporary files can be written ({error.strerror}): name one "
+                    "with TMPDIR"
+                ) from None
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:  # swept in this moment

@@ -20,7 +20,7 @@ from neuron_di.errors import ConfigError, PeerError
 from neuron_di.etcd.client import EtcdClient
 from neuron_di.etcd.failures import one_line
 from neuron_di.obs import get_logger
-from neuron_di.own_folder import OwnFolder, sweep
+from neuron_di.own_folder import OwnFolder
 
 _log = get_logger(__name__)
 
@@ -72,7 +72,6 @@ class ChildEtcd:
                 "--etcd auto needs the program etcd, which is not installed: "
                 "apt-get install etcd-server, or give the address of an etcd that runs"
             )
-        sweep(FOLDER_PREFIX)
         self._folder = OwnFolder(FOLDER_PREFIX)
         try:
             await self._start_first(program, self._folder.path)

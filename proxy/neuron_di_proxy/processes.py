@@ -16,7 +16,7 @@ from neuron_di.clock import Deadline
 from neuron_di.config import ProxyOptions, flags_of
 from neuron_di.errors import ConfigError
 from neuron_di.obs import LaunchReport, get_logger
-from neuron_di.own_folder import OwnFolder, sweep
+from neuron_di.own_folder import OwnFolder
 from neuron_di_proxy.siblings import SiblingPlace
 
 START_TIMEOUT_S = 30.0
@@ -55,7 +55,6 @@ class FurtherProcesses:
     async def __aenter__(self) -> Self:
         """Start them all. Raises what keeps one from starting."""
         async with AsyncExitStack() as stack:
-            sweep(FOLDER_PREFIX)
             folder = OwnFolder(FOLDER_PREFIX)
             stack.callback(folder.remove)
             if len(folder.path) > _FOLDER_CHARS_MAX:

@@ -185,3 +185,11 @@ async def test_a_folder_whose_sockets_could_not_be_named_is_refused(tmp_path, mo
         async with FurtherProcesses(options, 1, Meeting()):
             pass
     assert list((tmp_path / ("x" * 80)).iterdir()) == []
+
+
+async def test_where_no_folder_can_be_made_is_told_with_the_mend(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # whose files nobody makes
+    options = ProxyOptions(front=FrontOptions(processes=2))
+    with pytest.raises(ConfigError, match="name one with TMPDIR"):
+        async with FurtherProcesses(options, 1, Meeting()):
+            pass
