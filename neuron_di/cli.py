@@ -245,7 +245,8 @@ def _child(options: ProxyOptions | WorkerOptions, name: str, run: Callable[[], N
     try:
         run()
     except NeuronDiError as error:
-        say(LaunchReport(event="failed", message=error.message))
+        words = error.message.encode(errors="backslashreplace").decode()  # a file's name may be any
+        say(LaunchReport(event="failed", message=words))
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 

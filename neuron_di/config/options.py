@@ -304,7 +304,7 @@ class ProxyOptions:
         "which of several proxy processes this is", default=0, at_least=0, hidden=True
     )
     sibling_folder: str | None = option(
-        "folder of the processes' own sockets", default=None, hidden=True
+        "folder of the processes' own sockets", default=None, form="FOLDER", hidden=True
     )
     sibling_registry: str | None = option(
         "registry of the first process", default=None, form="tcp://HOST:PORT", hidden=True

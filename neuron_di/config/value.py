@@ -77,7 +77,7 @@ def _kind_in_words(spec: OptionSpec) -> str:
         int: "a whole number",
         float: "a number",
         bool: "true or false",
-        str: spec.form if spec.form in _FORMS else "a text that is not empty",
+        str: spec.form if spec.form in _FORMS else "a text in UTF-8 that is not empty",
         ByteSize: "a size such as 512MiB or 2GiB",
     }
     return words[spec.kind]
@@ -145,6 +145,8 @@ def _check(spec: OptionSpec, value: Any) -> None:
 def _check_text(spec: OptionSpec, text: str) -> None:
     if not text.strip():
         raise ValueError(text)
+    if spec.form not in ("FILE", "FOLDER"):
+        text.encode()  # what a record or a report says; a file may have any name
     if spec.form in _FORMS:
         match = _FORMS[spec.form].fullmatch(text)
         if match is None or int(match["port"] or 0) > PORT_MAX:

@@ -184,6 +184,11 @@ async def test_what_the_proxy_cannot_serve_with(
         assert named.format(none=none) in refusal
 
 
+async def test_a_file_whose_name_is_no_text(llama: Path) -> None:
+    name = b"k\xe8ys.toml".decode(errors="surrogateescape")  # as a Latin-1 terminal gives it
+    assert "cannot read the key file k" in await _refusal(str(llama), f"--api-keys={name}")
+
+
 async def test_port_in_use(llama: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -55,3 +55,11 @@ def test_junk_is_refused_or_within_bounds(key, raw):
         return
     assert complaint.param == key
     assert complaint.message.startswith("here must be ")
+
+
+def test_a_name_that_is_no_text_is_refused_but_a_file_may_have_it():
+    name = b"mod\xe8le".decode(errors="surrogateescape")  # as a Latin-1 terminal gives it
+    for key in ("model", "model_name", "etcd"):
+        with pytest.raises(ConfigError, match=r"here must be .* not .*\\udce8"):
+            parse_value(SPECS[key], name, "here")
+    assert parse_value(SPECS["api_keys"], name, "here") == name
