@@ -30,6 +30,7 @@ from neuron_di.config import (
     child_environment,
     flags_of,
     local_folder,
+    model_name_of,
     usable_cores,
 )
 from neuron_di.cuda_devices import count_devices, share_devices
@@ -96,7 +97,7 @@ class Fleet:
         self._watches: list[asyncio.Task[str]] = []
         self._why_not = ""  # what the proxy said last of why it does not serve
         self.url = ""
-        self.model_name = options.model_name or os.path.basename(os.path.normpath(options.model))
+        self.model_name = options.model_name or model_name_of(options.model)
 
     async def __aenter__(self) -> Self:
         try:

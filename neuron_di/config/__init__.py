@@ -16,7 +16,7 @@ from neuron_di.config.load import (
     options_of_values,
     refused_variables,
 )
-from neuron_di.config.model_folder import local_folder
+from neuron_di.config.model_folder import local_folder, model_name_of
 from neuron_di.config.neuron import NeuronOptions
 from neuron_di.config.option import ByteSize
 from neuron_di.config.options import (
@@ -61,6 +61,7 @@ __all__ = [
     "is_loopback",
     "load_options",
     "local_folder",
+    "model_name_of",
     "options_of_values",
     "raise_descriptor_limit",
     "refused_variables",

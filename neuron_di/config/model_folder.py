@@ -1,5 +1,6 @@
 """Whether `--model` names a folder of this machine, or a model of the hub."""
 
+import os
 from pathlib import Path
 
 from neuron_di.errors import CheckpointError
@@ -24,3 +25,11 @@ def local_folder(model: str) -> Path | None:
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
         raise CheckpointError(f"model folder {model} does not exist")
     return None
+
+
+def model_name_of(model: str) -> str:
+    """What clients call a model of which nothing else is said: its folder, or its name in the hub.
+
+    A folder may be given as `.` or `..`, too.
+    """
+    return os.path.basename(os.path.abspath(os.path.expanduser(model)))

@@ -1,7 +1,6 @@
 """A checkpoint made ready to compute: memory counted first, then loaded."""
 
 import gc
-import os
 import secrets
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from neuron_di.backends import (
     open_backend,
     plan_device,
 )
-from neuron_di.config import EngineOptions, usable_cores
+from neuron_di.config import EngineOptions, model_name_of, usable_cores
 from neuron_di.errors import ConfigError
 from neuron_di.kv import KvLayout, KvPool, PoolMaker, segment_bytes
 from neuron_di.models import (
@@ -170,7 +169,7 @@ def load_model(
         ),
     )
     return LoadedModel(
-        name=name or os.path.basename(os.path.normpath(model)),
+        name=name or model_name_of(model),
         digest=checkpoint_digest(folder),
         incarnation=incarnation,
         context_tokens=pool_plan.context_tokens(num_blocks),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from neuron_di.config import ServeOptions, local_folder
+from neuron_di.config import ServeOptions, local_folder, model_name_of
 from neuron_di.errors import CheckpointError
 from neuron_di.serve import Fleet
 
@@ -34,3 +34,14 @@ def test_a_hub_id_is_no_path(model, tmp_path, monkeypatch):
 def test_a_path_that_cannot_be_is_refused_in_words(model):
     with pytest.raises(CheckpointError, match="cannot look for the model folder"):
         local_folder(model)
+
+
+def test_clients_name_a_model_by_its_folder_however_that_was_given(tmp_path, monkeypatch):
+    (tmp_path / "llama" / "weights").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "llama")
+    monkeypatch.setenv("HOME", str(tmp_path / "llama"))
+    for model in (".", "./", "weights/..", "../llama/", "~", str(tmp_path / "llama")):
+        assert model_name_of(model) == "llama"
+    monkeypatch.chdir("weights")
+    assert model_name_of("..") == "llama"
+    assert model_name_of("meta-llama/Llama-3.2-1B") == "Llama-3.2-1B"
