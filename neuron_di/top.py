@@ -40,14 +40,14 @@ from neuron_di_proxy.status import WorkerReport
 INTERVAL_S = 1.0
 WINDOW_S = 10.0  # what rates and times are of
 REFRESHES_PER_S = 4  # so that a terminal of another size is drawn anew at once
-BAR_CHARS = 12
+BAR_CHARS = 8
 WIDE_CHARS = 76  # of a terminal that shows what each worker does
 FULL_CHARS = 98  # and how it is connected
 LANES_CHARS = 118  # and by what
 VAST_CHARS = 150  # and what it is
 LONG_CHARS = 162  # with a long model's name
 LANES_CHARS_MAX = 18
-NAME_CHARS_MAX = {True: 18, False: 12}  # of a worker; a longer one loses its middle
+NAME_CHARS_MAX = {True: 18, False: 16}  # of a worker; a longer one loses its middle
 HALF_CHARS = 38  # of the lines above the table
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 

@@ -92,10 +92,10 @@ def test_a_frame_shows_load_times_and_each_worker(proxy, clock):
         "3 running, 2 waiting                  1,000 tokens/s out, 0 in",
         "first token p50 55 ms, p99 99.1 ms    between tokens p50 15 ms, p99 19.9 ms",
         "",
-        "worker     role     state   run  wait  moving  KV in use            KV in/s",
-        "prefill-0  prefill  ready     1     0       2  [||||          37%]",
-        "prefill-1  prefill  frozen    0     0       0  [               0%]",
-        "decode-0   decode   ready    12     3       0  [|||||||||     75%]     4 MB",
+        "worker     role     state   run  wait  moving  KV in use        KV in/s",
+        "prefill-0  prefill  ready     1     0       2  [|||       37%]",
+        "prefill-1  prefill  frozen    0     0       0  [           0%]",
+        "decode-0   decode   ready    12     3       0  [||||||    75%]     4 MB",
         "",
         "prefill-1 gets no requests: frozen",
     ]
@@ -139,9 +139,25 @@ def test_a_wide_terminal_shows_what_each_worker_is(proxy, clock, width, more):
     assert re.split("  +", heading)[8:] == MORE[:more]
     shown = ["2", "2d", "shm 2, tcp 1", "16", "A-Model-70B", "1f0c93aa…"]
     assert re.split("  +", row.partition("0 B")[2])[1:] == shown[:more]
-    name = "decode-w…n-rack-17" if more else "decod…ack-17"
+    name = "decode-w…n-rack-17" if more else "decode-…-rack-17"
     assert row.startswith(f"{name}  decode  ready   12 ")
     assert max(len(heading), len(row)) <= width
+
+
+def test_names_as_serve_makes_them_under_etcd_are_told_apart_on_any_terminal(proxy):
+    workers = [worker("prefill", 0), worker("prefill", 1)]
+    for number, each in enumerate(workers):
+        name = f"prefill-{number}-1499d5"
+        record = structs.replace(each.record, worker_id=name, state="draining")
+        status = structs.replace(each.status, record=record)
+        workers[number] = structs.replace(each, record=record, status=status)
+    proxy.status = report(*workers)
+    view = View(proxy.url, None)
+    view.look()
+    for width in (60, 80, 97, 98, 200):
+        rows = [line for line in lines_of(view, width) if line.startswith("prefill-")]
+        assert [row.split()[0] for row in rows] == ["prefill-0-1499d5", "prefill-1-1499d5"]
+        assert "…" not in "".join(lines_of(view, width))
 
 
 def test_more_lanes_than_there_is_room_for_are_cut(proxy):
