@@ -1,5 +1,6 @@
 """Who we are for etcd, and whom we take for etcd: TLS, a client certificate, a password."""
 
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ class Security:
 
 
 def security_of(options: EtcdOptions) -> Security:
-    """What the options' files hold. ConfigError, with its name, for one that cannot be read."""
+    """What the options' files hold. ConfigError, with its name, for one that does not serve."""
     path = options.etcd_password_file
     if path is None:
         password = None
@@ -43,13 +44,30 @@ def security_of(options: EtcdOptions) -> Security:
         password()
         if options.shows_password:
             _log.warning("etcd_password_in_the_clear", mend="give --etcd-ca")
-    return Security(
+    security = Security(
         ca=_read(options.etcd_ca),
         cert=_read(options.etcd_cert),
         key=_read(options.etcd_key),
         user=options.etcd_user,
         password=password,
     )
+    _check_tls(options)
+    return security
+
+
+def _check_tls(options: EtcdOptions) -> None:
+    """gRPC takes any files, and says of each connection only that it could not be secured."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    name = options.etcd_ca
+    try:
+        if options.etcd_ca is not None:
+            context.load_verify_locations(options.etcd_ca)
+        if options.etcd_cert is not None:
+            name = f"{options.etcd_cert} with the key {options.etcd_key}"
+            # An empty password: a key that is encrypted must fail here, not ask at a terminal.
+            context.load_cert_chain(options.etcd_cert, options.etcd_key, password="")
+    except OSError as error:  # SSLError is one
+        raise ConfigError(f"cannot use the certificate {name} for etcd: {error}") from None
 
 
 class _PasswordFile:

@@ -1,5 +1,8 @@
 """Options of etcd: what may be given together, and what of them is ever shown."""
 
+import shutil
+import subprocess
+
 import pytest
 
 from neuron_di.config import (
@@ -112,6 +115,25 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "ca.der").write_bytes(b"\x30\x82")
     with pytest.raises(ConfigError, match="PEM"):
         security_of(EtcdOptions(etcd_ca=str(tmp_path / "ca.der")))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
+def test_certificates_that_cannot_serve_are_told_before_any_connection(tmp_path):
+    ca, key, other, locked = (str(tmp_path / name) for name in ("ca", "key", "other", "locked"))
+    new_key = "genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256"
+    for command in (
+        f"{new_key} -out {key}",
+        f"{new_key} -out {other}",
+        f"{new_key} -aes-128-cbc -pass pass:secret -out {locked}",
+        f"req -x509 -key {key} -subj /CN=etcd -out {ca}",
+    ):
+        subprocess.run(["openssl", *command.split()], check=True, capture_output=True)
+    assert security_of(EtcdOptions(etcd_ca=ca, etcd_cert=ca, etcd_key=key)).key
+    with pytest.raises(ConfigError, match=f"cannot use the certificate {key} for etcd"):
+        security_of(EtcdOptions(etcd_ca=key))
+    for wrong in (other, locked, ca):
+        with pytest.raises(ConfigError, match=f"certificate {ca} with the key {wrong} for etcd"):
+            security_of(EtcdOptions(etcd_ca=ca, etcd_cert=ca, etcd_key=wrong))
 
 
 def test_a_password_is_read_anew_and_its_file_should_be_ours(password_file, caplog):
