@@ -39,21 +39,21 @@ def give_order(
     Raises ConfigError for what is no address, PeerGone when no proxy answers or its answer breaks
     off, Unauthorized or Forbidden when `key` does not open it, OrderRefused when it says no.
     """
-    is_over = False
+    line: AdminLine | None = None
     try:
         with call_proxy(url, path, key, LINE_TIMEOUT_S, order) as response:
             for raw in _lines(url, response):
                 line = _line_decoder.decode(raw)
                 yield line
-                is_over = line.phase in ("done", "failed")
     except urllib.error.HTTPError as error:
         with error:
             raise _refusal(url, error, key) from None
     except msgspec.DecodeError as error:
         raise RemoteProtocolError(f"{url} is not a neuron-di proxy: {error}") from None
     except (OSError, http.client.HTTPException) as error:
-        raise no_answer(url, error) from None
-    if not is_over:
+        if line is None:
+            raise no_answer(url, error) from None
+    if line is None or line.phase not in ("done", "failed"):
         raise PeerGone(f"{url} broke its answer off: ask `neuron-di status` what became of it")
 
 

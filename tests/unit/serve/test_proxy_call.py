@@ -134,6 +134,15 @@ def test_what_is_no_proxy_is_told_in_a_line(address, command, kind, words):
     assert isinstance(caught.value, PeerGone) or command is order
 
 
+def test_who_gave_an_order_to_a_proxy_that_was_killed_hears_where_to_ask(address):
+    url, says = address
+    line = b'{"phase": "drained"}\n'
+    says += [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"]
+    says += [b"%x\r\n%b\r\n" % (len(line), line)]
+    with pytest.raises(PeerGone, match="broke its answer off: ask `neuron-di status`"):
+        order(url)
+
+
 @pytest.mark.parametrize("command", [order, status])
 def test_an_answer_that_never_ends_has_a_deadline(address, monkeypatch, command):
     url, says = address
