@@ -185,7 +185,7 @@ def _huge_pages(machine: Machine) -> Finding:
 
 def _disks(machine: Machine) -> Iterator[Finding]:
     environment = machine.environment
-    temporary = environment.get("TMPDIR") or tempfile.gettempdir()
+    temporary = environment.get("TMPDIR") or _temporary_folder()
     cache = environment.get("XDG_CACHE_HOME") or environment.get("HOME") or "/"
     if machine.room(temporary) is None:
         yield Finding.warning(
@@ -197,6 +197,13 @@ def _disks(machine: Machine) -> Iterator[Finding]:
         yield _disk(machine, "temporary", "temporary files", temporary, "TMPDIR")
     words = "the user's cache, of models and what is compiled,"
     yield _disk(machine, "cache", words, cache, "XDG_CACHE_HOME")
+
+
+def _temporary_folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # nothing can be written in any of several: say so of the usual one
+        return "/tmp"  # noqa: S108
 
 
 def _disk(machine: Machine, name: str, words: str, path: str, variable: str) -> Finding:

@@ -1,6 +1,7 @@
 """What is said of hosts: their files make them."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -189,6 +190,15 @@ def test_folders_of_the_environment_are_looked_at(tmp_path: Path) -> None:
     assert "TMPDIR" in findings["host.disk.temporary"].mend
     assert findings["host.disk.cache"].grade is Grade.OK
     assert findings["host.disk.cache"].facts["num_bytes"]
+
+
+def test_where_no_temporary_file_can_be_made_is_no_bug_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is looked for anew
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    machine = make_machine(tmp_path, environment={"TMPDIR": ""})
+    assert found(check, machine)["host.disk.temporary"].facts["num_bytes"]
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "HOME"])
