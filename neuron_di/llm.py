@@ -9,10 +9,10 @@ import os
 import queue
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import msgspec
 
@@ -89,7 +89,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        prompts: str | Sequence[int] | Iterable[str | Sequence[int]],
         sampling: SamplingParams | None = None,
     ) -> list[Generation]:
         """Answer prompts, given as text or ids, all with the same parameters, in their order.
@@ -244,14 +244,14 @@ class LLM:
         )
 
 
-def _listed(
-    prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
-) -> Sequence[str | Sequence[int]]:
-    if isinstance(prompts, str):
+def _listed(prompts: Any) -> list[Any]:
+    """Any iterable of prompts, or one alone. One that has no order is none."""
+    if isinstance(prompts, str | bytes | bytearray):
         return [prompts]
-    if len(prompts) and isinstance(prompts[0], Integral):
-        return [cast("Sequence[int]", prompts)]
-    return cast("Sequence[str | Sequence[int]]", prompts)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | set):
+        raise BadRequest("prompts are a list of texts or of lists of token ids", param="prompt")
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], Integral) else listed
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

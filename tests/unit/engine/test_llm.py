@@ -45,7 +45,8 @@ def test_threads_get_their_own_answers(llm: LLM) -> None:
 def test_ids_may_be_another_librarys(llama_folder: Path) -> None:
     with LLM(str(llama_folder), threads=2, tp=2, num_blocks=64) as llm:  # told to another process
         (expected,) = llm.generate([[1, 2, 3]], GREEDY)
-        for prompts in (np.array([1, 2, 3]), np.array([[1, 2, 3]]), [np.int64(1), 2, 3]):
+        alike = (np.array([1, 2, 3]), np.array([[1, 2, 3]]), [np.int64(1), 2, 3], iter([[1, 2, 3]]))
+        for prompts in alike:
             (answer,) = llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
             assert (answer.prompt_ids, answer.token_ids) == ([1, 2, 3], expected.token_ids)
             assert {type(token_id) for token_id in answer.prompt_ids} == {int}
@@ -68,9 +69,11 @@ def test_what_the_tokenizer_names_as_the_end_ends_an_answer_too(
             assert (answer.token_ids, answer.finish_reason) == ([eos_id], "stop")
 
 
-@pytest.mark.parametrize("prompts", [[[1.5]], [["a"]], [None], [5, "a"], b"abc", [b"abc"]])
+@pytest.mark.parametrize("prompts", [
+    [[1.5]], [["a"]], [None], [5, "a"], b"abc", [b"abc"], None, 5, {"a": "b"}, {"a"},
+])  # fmt: skip
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: list[object]) -> None:
-    with pytest.raises(BadRequest, match="a prompt is text or token ids"):
+    with pytest.raises(BadRequest, match=r"a list of texts|is text or token ids"):
         llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
 
 
