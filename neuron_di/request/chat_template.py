@@ -41,6 +41,8 @@ _RESERVED = frozenset(
 )
 _TOOL_ROLE = re.compile("""["']tool["']""")
 _PROBE = "shown-by-the-template"
+_AS_OBJECT = {_PROBE: 1}  # a call's arguments
+_AS_TEXT = json.dumps(_AS_OBJECT)
 _END_MARK = "<end-of-final-message> "  # with a space, which shows whether contents are trimmed
 
 
@@ -155,18 +157,19 @@ class ChatTemplate:
 
     @cached_property
     def _takes_calls_with_content(self) -> bool:
-        """Whether a message's calls are shown although it has a content. DeepSeek-R1's are not."""
-        return self._shows({"role": "assistant", "content": "b", "tool_calls": [_call({})]})
+        """Whether calls are shown beside a content, as without. DeepSeek-R1's are without only."""
+        return self._shows(_called("b", _AS_OBJECT)) or not any(
+            self._shows(_called(None, each), or_else=False) for each in (_AS_OBJECT, _AS_TEXT)
+        )
 
     @cached_property
     def _joins_arguments(self) -> bool:
         """Whether a call's arguments must be JSON's text, not an object. DeepSeek-R1's must."""
-        answer = {"role": "assistant", "content": "" if self._takes_calls_with_content else None}
-        takes = [
-            self._shows({**answer, "tool_calls": [_call(arguments)]}, or_else=False)
-            for arguments in ({_PROBE: 1}, _to_json({_PROBE: 1}))
-        ]
-        return takes == [False, True]
+        content = "" if self._takes_calls_with_content else None
+        takes_object, takes_text = (
+            self._shows(_called(content, each), or_else=False) for each in (_AS_OBJECT, _AS_TEXT)
+        )
+        return takes_text and not takes_object
 
     def _shows(self, *messages: dict[str, Any], or_else: bool = True) -> bool:
         """Whether the probe in these is in the text; `or_else`: where there is no text."""
@@ -204,10 +207,11 @@ class ChatTemplate:
         return {**kwargs, _EFFORT: reasoning_effort}
 
 
-def _call(arguments: Any) -> dict[str, Any]:
-    """A call that shows whether a template shows it. Some want an id of nine characters."""
+def _called(content: str | None, arguments: Any) -> dict[str, Any]:
+    """An answer with a call, to see whether a template shows it. Some want an id of nine chars."""
     function = {"name": _PROBE, "arguments": arguments}
-    return {"id": "callcall1", "type": "function", "function": function}
+    call = {"id": "callcall1", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def _check_objects(name: str, value: Any) -> list[dict[str, Any]] | None:

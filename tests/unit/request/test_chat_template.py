@@ -221,6 +221,17 @@ def test_what_is_no_template_is_refused_at_once():
         ChatTemplate("{% for %}", {})
 
 
+def test_calls_that_are_shown_where_there_are_tools_may_stand_beside_a_content():
+    source = (
+        "{% for message in messages %}{{ message.content }}{% if tools and message.tool_calls %}"
+        "{{ message.tool_calls[0].function.name }}{% endif %}{% endfor %}"
+    )
+    made = {"id": "callcall2", "type": "function", "function": {"name": "weather"}}
+    message = {"role": "assistant", "content": "I see: ", "tool_calls": [made]}
+    extras = ChatExtras(tools=[{"type": "function", "function": {"name": "weather"}}])
+    assert ChatTemplate(source, {}).render([message], extras) == "I see: weather"
+
+
 @pytest.mark.parametrize("content", [" is none", " is not none", ""])
 def test_arguments_are_text_for_a_template_that_joins_them_to_text(content):
     """As DeepSeek-R1's does, which shows calls only where there is no content."""
