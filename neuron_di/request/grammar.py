@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from neuron_di.errors import BadRequest, NeuronDiError, RemoteProtocolError
+from neuron_di.clock import Deadline
+from neuron_di.errors import BadRequest, RemoteProtocolError
 from neuron_di.obs import get_logger
 from neuron_di.request.alternatives import Alternative, Alternatives, Compiled
 from neuron_di.request.calls_in_text import CallPlaces, CallsInText
 from neuron_di.request.free_text import Marker, StartTag
-from neuron_di.request.grammar_source import source_of
+from neuron_di.request.grammar_source import source_of, tools_of
 from neuron_di.request.schema_refusal import refusal_of
 from neuron_di.request.vocabulary import MaskedRow, Vocabulary
 from neuron_di.wire import CallGrammar, Grammar, ToolFormat
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 COMPILED_MAX = 64  # grammars that are kept; the one that was not used for longest goes first
+
+_SEARCH_S = 0.25  # for the tool at fault, of many: at least one is tried, which may take longer
 
 _STATES_MAX = 25_000  # of a lexer, 1 to 2 kB each; all answers with one schema share them
 # Bound the work of one token, to some tenths of a second at the worst; the library counts so.
@@ -249,12 +252,26 @@ class GrammarCompiler:
         self.num_compiled += 1
         try:
             return self._matcher_of(part)
-        except NeuronDiError:
-            raise
+        except BadRequest as error:
+            refusal = error.message
         # A bug, and no worker is to blame: a client's schema led to it, whose words these may be.
         except Exception as error:
             _log.error("grammar_failed", error=type(error).__name__)
-            raise BadRequest(refusal_of(""), param=part.param) from None
+            refusal = refusal_of("")
+        raise BadRequest(self._refusal_of_tool(part) or refusal, param=part.param)
+
+    def _refusal_of_tool(self, part: Grammar | CallGrammar) -> str | None:
+        """The refusal of the first tool that is refused alone, with its name, if one is."""
+        deadline = Deadline.after(_SEARCH_S)
+        for name, arguments in tools_of(part):
+            try:
+                self._matcher_of(arguments)
+            except Exception as error:
+                refusal = error.message if isinstance(error, BadRequest) else refusal_of("")
+                return refusal.replace("the schema", f"the schema of the tool {name!r}", 1)
+            if deadline.has_passed():
+                break
+        return None
 
     def _matcher_of(self, part: Grammar | CallGrammar) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits

@@ -1,7 +1,7 @@
 """What the grammar library compiles: its own spelling of what an answer must be."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,19 @@ def source_of(part: Grammar | CallGrammar, vocabulary: Vocabulary) -> GrammarSou
         return GrammarSource(LLMatcher.grammar_from_regex(part.value), expression_refusal_of)
     schema = '{"type":"object"}' if part.kind == "json_object" else part.value
     return GrammarSource(_json_grammar(schema, part.param))
+
+
+def tools_of(part: Grammar | CallGrammar) -> Iterator[tuple[str, Grammar]]:
+    """The tools that a grammar is made of, by name: what the arguments of each must be."""
+    if isinstance(part, Grammar):
+        schema = part.value if part.calls is None else part.calls.call_schema
+    else:
+        schema = part.call_schema
+    members = _decoded(schema or "{}", part.param) if part.param == "tools" else None
+    definitions = members.get("$defs") if isinstance(members, dict) else None
+    for name, arguments in (definitions or {}).items():
+        alone = {"$ref": f"#/$defs/{name}", "$defs": {name: arguments}}
+        yield name, Grammar(kind="json_schema", value=json.dumps(alone), param="tools")
 
 
 def _calls_grammar(calls: CallGrammar, rules: str) -> str:

@@ -24,10 +24,21 @@ _KEYWORDS = frozenset(
     """.split()  # noqa: SIM905
 )
 
+# Common ones that the library may not know: JSON Schema's, OpenAPI's, pydantic's, zod's.
+_FORMATS = frozenset(
+    """
+    base64 base64url binary byte char cidrv4 cidrv6 cuid cuid2 decimal directory-path e164 emoji
+    file-path idn-email idn-hostname ipv4interface ipv4network ipv6interface ipv6network
+    ipvanyaddress ipvanyinterface ipvanynetwork iri iri-reference json-pointer json-string jwt
+    multi-host-uri nanoid password path regex relative-json-pointer ulid uri-reference
+    uri-template url
+    """.split()  # noqa: SIM905
+)
+
 # What the library's message begins with, and what the client is told then.
 _REASONS = (
     ("Unimplemented keys", "it uses what is not supported: {keywords}"),
-    ("Unknown format", "it uses a `format` that is not supported"),
+    ("Unknown format", "it uses a `format` that is not supported{of_format}"),
     ("oneOf constraints", "it uses `oneOf` with branches that may overlap; use `anyOf`"),
     (
         "min/maxProperties",
@@ -81,9 +92,12 @@ def refusal_of(message: str) -> str:
     """What a client is told when the library refused its schema with this message."""
     words = re.findall(r"""['"`](\$?[A-Za-z]+)['"`]""", message)
     keywords = ", ".join(dict.fromkeys(word for word in words if word in _KEYWORDS))
+    value = message.partition("\n")[0].partition(": ")[2]
+    of_format = f": {value}" if value in _FORMATS else ""
     for beginning, reason in _REASONS:
         if message.startswith(beginning):
-            return f"the schema cannot be followed: {reason.format(keywords=keywords or '?')}"
+            told = reason.format(keywords=keywords or "?", of_format=of_format)
+            return f"the schema cannot be followed: {told}"
     return f"the schema cannot be followed: {_OTHER}"
 
 

@@ -6,8 +6,11 @@ import random
 import msgspec
 import numpy as np
 import pytest
+from hand_clock import HandClock
 from tokenizer_kit import make_tokenizer
 
+from neuron_di.clock import use_clock
+from neuron_di.errors import BadRequest
 from neuron_di.request.grammar import GrammarCompiler
 from neuron_di.request.vocabulary import Vocabulary
 from neuron_di_proxy.message_parts import MessageParts
@@ -88,3 +91,27 @@ def test_whatever_a_model_writes_is_calls_and_nothing_else(
     for call in called:
         if call["name"] == "tree":
             assert call["arguments"]["left"] in TREE["$defs"]["Leaf"]["enum"]
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", "named"])
+@pytest.mark.parametrize("call_format", ["hermes", "mistral", "llama3_json"])
+@pytest.mark.parametrize(
+    ("secret", "reason"),
+    [
+        ({"type": "string", "format": "binary"}, "a `format` that is not supported: binary$"),
+        ({"type": "string", "format": "secret"}, "a `format` that is not supported$"),
+        ({"type": "object", "minProperties": 2}, "`minProperties` is more than"),
+    ],
+)
+def test_a_refusal_names_the_tool_at_fault(compiler, choice, call_format, secret, reason):
+    parameters = {"type": "object", "properties": {"secret": secret}, "required": ["secret"]}
+    bad = {"name": "bad", "parameters": parameters, "strict": True}
+    tools = msgspec.Raw(json.dumps([*TOOLS, {"type": "function", "function": bad}]).encode())
+    named = {"type": "function", "function": {"name": "bad"}}
+    chosen = msgspec.Raw(json.dumps(named if choice == "named" else choice).encode())
+    use = read_tools(tools, chosen, None, ModelTraits(tool_format=call_format))
+    match = f"^the schema of the tool 'bad' cannot be followed: .*{reason}"
+    with use_clock(HandClock()), pytest.raises(BadRequest, match=match) as caught:
+        compiler.state_of(tool_grammar(use))
+    assert caught.value.param == "tools"
+    assert "secret" not in caught.value.message
