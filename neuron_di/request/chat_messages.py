@@ -1,7 +1,8 @@
 """A client's messages, checked and made what chat templates were written for.
 
-A template reads plain dictionaries: a content is one string, a call's arguments are an object,
-and another key that was null is not there. That is how `transformers` and vLLM hand messages over.
+A template reads plain dictionaries: a content is one string, a call's arguments are an object
+(or a text that is no JSON), and another key that was null is not there. That is how
+`transformers` and vLLM hand messages over.
 """
 
 from typing import Any
@@ -173,8 +174,11 @@ def _check_call(where: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-            raise _bad(f"{where}.function.arguments is not JSON") from None
+        # A call that was cut, or broke: the template is given the model's own text of it.
+        except msgspec.DecodeError:
+            return {**call, "function": function}
+        except (UnicodeEncodeError, RecursionError):
+            raise _bad(f"{where}.function.arguments is no text or nested too deeply") from None
     if arguments is None:  # a call without arguments
         arguments = {}
     if not isinstance(arguments, dict):

@@ -103,8 +103,9 @@ class ChatTemplate:
         )
         calls = [call for message in checked for call in message.get("tool_calls", ())]
         if calls and self._joins_arguments:
-            for call in calls:
-                call["function"]["arguments"] = _to_json(call["function"]["arguments"])
+            for function in (call["function"] for call in calls):
+                if not isinstance(function["arguments"], str):  # else it is a text that broke
+                    function["arguments"] = _to_json(function["arguments"])
         continued = _mark_end(checked[-1]) if extras.continue_final_message else None
         variables = {
             "messages": checked,

@@ -212,6 +212,12 @@ def test_reasoning_has_several_names(name):
     assert ChatTemplate(source, {}).render([message]) == "because because"
 
 
+@pytest.mark.parametrize("style", ["hermes", "llama"])
+@pytest.mark.parametrize("text", ['{"city": "Z', "{", r'{"city": "\ud83d"}', '{"a": 1}}'])
+def test_a_call_that_was_cut_or_broke_can_be_sent_back(style, text):
+    assert json.dumps(text) in ChatTemplate(STYLES[style], {}).render([ASK, call(text), RESULT])
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -220,9 +226,8 @@ def test_reasoning_has_several_names(name):
         ({**call({}), "tool_calls": ["x"]}, r"tool_calls\[0\] must have a function"),
         ({**call({}), "tool_calls": [{"function": {}}]}, "a function with a name"),
         *((call(text), "must be a JSON object") for text in ("[]", "0", "false", '""', "[1]")),
-        (call("{"), r"tool_calls\[0\]\.function\.arguments is not JSON"),
-        (call("\ud800"), "is not JSON"),
-        (call("[" * 100_000), "is not JSON"),
+        (call("\ud800"), r"tool_calls\[0\]\.function\.arguments is no text"),
+        (call("[" * 100_000), "nested too deeply"),
         (call("[1]"), "must be a JSON object"),
         (call(7), "must be a JSON object"),
         ({**call({}), "content": 7}, "content must be a string"),
