@@ -99,7 +99,8 @@ class FrontConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Keep the connection only where an answer is still owed (TLS and HTTP/1.0 cannot)."""
         self._has_eof = True
-        return keeps_listening(self._transport, self._head, self._reply)
+        is_due = self._is_full or self._is_due
+        return keeps_listening(self._transport, self._head, self._reply, is_due=is_due)
 
     def connection_lost(self, _: Exception | None) -> None:
         self._state = _State.GONE
@@ -123,7 +124,7 @@ class FrontConnection(asyncio.Protocol):
         self._send_deadline.end()
         if self._reply is not None:
             self._reply.is_full = False
-        if (self._received or self._is_paused) and not self._is_due:
+        if (self._received or self._is_paused or self._has_eof) and not self._is_due:
             self._go_on()
 
     # What the owner calls.
@@ -200,6 +201,8 @@ class FrontConnection(asyncio.Protocol):
         if self._is_paused and not is_waiting and self._state is not _State.GONE:
             self._is_paused = False
             self._transport.resume_reading()
+        if self._has_eof and not is_waiting and self._state in (_State.HEAD, _State.BODY):
+            self._leave(is_read=True)  # there is no more
 
     def _take_head(self) -> None:
         received = self._received

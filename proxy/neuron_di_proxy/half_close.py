@@ -13,15 +13,22 @@ _INFORMATION = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
 def keeps_listening(
-    transport: asyncio.Transport, head: RequestHead | None, reply: SocketReply | None
+    transport: asyncio.Transport,
+    head: RequestHead | None,
+    reply: SocketReply | None,
+    *,
+    is_due: bool = False,
 ) -> bool:
     """Whether this answer may still be owed to who has shut down its side: if so, find out.
 
+    Between two answers: whether what came before `is_due` to be looked at, which ends it then.
     With HTTP/1.0, or over TLS, nobody can be told from a client that has left.
     """
-    if head is None or reply is None or head.version == "1.0":
-        return False
     if transport.get_extra_info("ssl_object") is not None:
+        return False
+    if head is None or reply is None:
+        return is_due
+    if head.version == "1.0":
         return False
     _probe(transport, reply)
     return True

@@ -194,6 +194,22 @@ async def test_requests_sent_before_shutting_down_are_all_answered(playing, raw)
     assert await raw.end() == b""
 
 
+@pytest.mark.parametrize("statuses", [[415] * 5, [200, 415], [200, 415, 415, 200]])
+async def test_requests_that_are_refused_are_answered_as_well_then(playing, raw, statuses):
+    refused = post(PATH, WHOLE, "Content-Type: text/plain")
+    raw.send(b"".join(post(PATH, WHOLE) if each == 200 else refused for each in statuses))
+    raw.shut_down()
+    assert [(await raw.response()).status for _ in statuses] == statuses
+    assert await raw.end() == b""
+
+
+async def test_half_a_request_behind_the_last_one_is_not_waited_for(playing, raw):
+    raw.send(post(PATH, WHOLE) + post(PATH, WHOLE)[:-1])
+    raw.shut_down()
+    assert (await raw.response()).status == 200
+    assert await raw.end() == b""
+
+
 @pytest.mark.parametrize("body", [WHOLE, STREAM])
 async def test_a_client_that_left_in_a_later_request_ends_its_legs(cluster, raw, body):
     raw.send(post(PATH, body) * 2)
