@@ -31,6 +31,9 @@ from neuron_di.wire.regions import KvForm
 
 LegSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 WaitedSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+# What the proxy adds up, of all answers: no counter may fall, or be no number from then on.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_TookSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 ToolFormat = Literal["hermes", "llama3_json", "mistral"]
@@ -202,18 +205,18 @@ class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     worker_id: WorkerId
     role: Literal["prefill", "decode", "both"]
     pid: int
-    queued_s: float = 0.0  # until its first step (prefill, both) or its transfer (decode)
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    verify_s: float = 0.0  # prefill: digests made; decode: digests compared
+    queued_s: _TookSeconds = 0.0  # until its first step (prefill, both) or its transfer (decode)
+    prefill_s: _TookSeconds = 0.0
+    decode_s: _TookSeconds = 0.0
+    verify_s: _TookSeconds = 0.0  # prefill: digests made; decode: digests compared
     num_prompt: int = 0
     num_generated: int = 0  # output ids known at its end, those that were given included
     link: str = ""  # name of the transfer engine; "" when no KV came or went
     link_reason: str = ""  # decode: a word on each engine that was considered for it
     form: KvForm | None = None  # how it came; None likewise
     kv_blocks: int = 0
-    kv_bytes: int = 0  # that were moved: none where blocks changed their owner
-    transfer_s: float = 0.0
+    kv_bytes: _Count = 0  # that were moved: none where blocks changed their owner
+    transfer_s: _TookSeconds = 0.0
 
 
 # Logprobs of a request's prompts: their tokens times (1 + alternatives). Each takes memory at the
@@ -255,8 +258,8 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 class Parked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="parked"):
     """The prompt's KV is complete and waits for the decode worker."""
 
-    num_prompt: int
-    num_cached: int = 0  # tokens of the prompt whose KV this worker found and did not compute
+    num_prompt: _Count
+    num_cached: _Count = 0  # tokens of the prompt whose KV this worker found and did not compute
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
@@ -269,10 +272,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """The request is complete. `text` is what was held back until now. Terminal."""
 
     reason: FinishReason
-    num_prompt: int
-    num_generated: int
+    num_prompt: _Count
+    num_generated: _Count
     receipt: LegReceipt
-    num_cached: int = 0  # as in Parked; a decode worker says 0
+    num_cached: _Count = 0  # as in Parked; a decode worker says 0
     text: str = ""
     stop: str | int | None = None  # the stop string or stop token id that ended it
 
@@ -285,7 +288,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
     code: str
     message: str
-    http_status: int
+    http_status: Annotated[int, msgspec.Meta(ge=400, le=599)]  # clients get it
     retryable: bool
     fault: Fault = "us"
     param: str | None = None

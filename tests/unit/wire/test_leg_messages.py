@@ -23,11 +23,13 @@ from neuron_di.wire import (
     WorkerStatus,
     decode_leg_decoder,
     encode_json,
+    encode_msgpack,
     leg_event_decoder,
     prefill_leg_decoder,
     record_decoder,
     status_decoder,
 )
+from neuron_di.wire.leg_link import Told, told_decoder
 
 RECEIPT = LegReceipt(worker_id=WorkerId("p"), role="prefill", pid=3, prefill_s=0.25, link="shm")
 LOGPROB = TokenLogprob(text="\ufffd", logprob=-0.5, token_bytes=[0xE2, 0x82], token_id=5)
@@ -171,6 +173,29 @@ def test_the_others_come_back_equal(decoder, message):
 def test_what_is_no_event_is_refused(raw):
     with pytest.raises(RemoteProtocolError):
         leg_event_decoder.decode(raw)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Failed(code="c", message="m", http_status=200, retryable=False),
+        Failed(code="c", message="m", http_status=-1, retryable=False),
+        Parked(num_prompt=-1),
+        Parked(num_prompt=9, num_cached=-1),
+        Finished(reason="stop", num_prompt=-9, num_generated=2, receipt=RECEIPT),
+        Finished(reason="stop", num_prompt=9, num_generated=1 << 60, receipt=RECEIPT),
+        Released(receipt=msgspec.structs.replace(RECEIPT, kv_bytes=-1)),
+        *(
+            Released(receipt=msgspec.structs.replace(RECEIPT, **{name: seconds}))
+            for name in ("queued_s", "prefill_s", "decode_s", "verify_s", "transfer_s")
+            for seconds in (-0.1, float("nan"), float("inf"))
+        ),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_is_refused_before_it_is_counted_or_told(event):
+    with pytest.raises(RemoteProtocolError):
+        told_decoder.decode(encode_msgpack(Told([], [(0, event)])))
 
 
 def test_an_unknown_field_is_ignored_so_that_an_event_may_grow():
