@@ -107,10 +107,9 @@ def read_key_file(path: Path) -> dict[str, KeyRecord]:
                 raise ConfigError(f"others may write the key file {path}. Mend: chmod 600 {path}")
             content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise KeyFileUnread(
-            f"cannot read the key file {path}: {error.strerror}. "
-            f"Make one with: neuron-di key create {path} NAME"
-        ) from None
+        is_missing = isinstance(error, FileNotFoundError)
+        mend = f". Make one with: neuron-di key create {path} NAME" if is_missing else ""
+        raise KeyFileUnread(f"cannot read the key file {path}: {error.strerror}{mend}") from None
     if len(content) > FILE_BYTES_MAX:
         raise ConfigError(f"the key file {path} is larger than {FILE_BYTES_MAX >> 20} MiB")
     return _decode(content, path)

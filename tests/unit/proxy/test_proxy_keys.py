@@ -322,6 +322,13 @@ def test_a_file_that_others_may_write_or_that_is_not_there_is_refused_with_the_m
         Keys(str(path))
 
 
+def test_a_file_that_is_there_and_cannot_be_read_is_not_to_be_made(path):
+    path.symlink_to(path)
+    with pytest.raises(ConfigError, match="cannot read the key file") as refused:
+        Keys(str(path))
+    assert "create" not in refused.value.message
+
+
 def test_a_file_that_others_may_read_is_warned_of(path, caplog):
     add_key(path)
     with caplog.at_level(logging.WARNING):
