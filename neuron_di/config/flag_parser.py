@@ -32,6 +32,13 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> Never:
         raise ConfigError(self._named(message))
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.nargs == argparse.PARSER and action.choices and value not in action.choices:
+            near = nearest(str(value), action.choices)
+            words = f"unknown {action.dest} {value!r}; the nearest valid one is {near}"
+            raise ConfigError(self._named(words))
+        super()._check_value(action, value)
+
     def _complaint(self, argument: str) -> str:
         flag = argument.split("=", 1)[0]
         if not flag.startswith("-"):

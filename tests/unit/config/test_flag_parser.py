@@ -40,7 +40,7 @@ def parser():
         (["worker", "m", "--parent-pids=1"], "the nearest valid one is --"),
         (["serve", "m", "n"], "unexpected argument 'n'"),
         (["serve", "m", "--port"], "--port"),
-        (["sreve", "m"], "serve"),
+        (["sreve", "m"], "unknown command 'sreve'; the nearest valid one is serve"),
         ([], "command"),
     ],
 )

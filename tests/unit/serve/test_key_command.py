@@ -61,7 +61,7 @@ def test_a_second_key_has_its_tenants_limits(capsys, file):
         (["create", "FILE", "a", "--expires-days=0"], "expires-days"),
         (["list", "FILE"], "neuron-di key create"),
         (["revoke", "FILE", "a"], "cannot read"),
-        (["destroy", "FILE"], "invalid choice"),
+        (["craete", "FILE"], "key: unknown verb 'craete'; the nearest valid one is create"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(capsys, file, arguments, said):
