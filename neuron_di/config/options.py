@@ -122,6 +122,10 @@ class EngineOptions:
     cuda: CudaOptions = field(default_factory=CudaOptions)
     neuron: NeuronOptions = field(default_factory=NeuronOptions)
 
+    def __post_init__(self) -> None:
+        if None not in (self.num_blocks, self.kv_memory):
+            raise ConfigError("--num-blocks and --kv-memory size the same pool: give one of them")
+
     @property
     def chunk(self) -> int:
         """`chunk_tokens`, or what the device takes by default. A GPU is not full with less."""

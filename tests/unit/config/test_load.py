@@ -90,6 +90,14 @@ def test_several_prefill_workers_cannot_have_one_port(flag):
         load(ServeOptions, ["m", f"{flag}=9000", "--prefill=2"])
 
 
+@pytest.mark.parametrize(
+    ("options_class", "arguments"), [(ServeOptions, ["m"]), (WorkerOptions, ["m", "--role=decode"])]
+)
+def test_a_pool_has_one_size(options_class, arguments):
+    with pytest.raises(ConfigError, match="--num-blocks and --kv-memory size the same pool"):
+        load(options_class, [*arguments, "--num-blocks=10", "--kv-memory=2GiB"])
+
+
 def test_bools_and_lists_in_each_source(write):
     assert load(ServeOptions, ["m", "--combined"]).combined
     assert load(ServeOptions, ["m"], {"NEURON_DI_COMBINED": "yes"}).combined

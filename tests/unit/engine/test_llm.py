@@ -227,6 +227,8 @@ def test_options_are_checked_as_flags_are(llama_folder: Path, name: str) -> None
         LLM(str(llama_folder), decode_bach=1)
     with pytest.raises(TypeError, match="'cuda'; the nearest"):  # a set of options is none itself
         LLM(str(llama_folder), cuda=3)
+    with pytest.raises(ConfigError, match="--num-blocks and --kv-memory"):
+        LLM(str(llama_folder), num_blocks=10, kv_memory="2GiB")
     with pytest.raises(ConfigError, match="neuron-decode-buckets"):
         LLM(str(llama_folder), neuron_decode_buckets=["9", "5"])
 
