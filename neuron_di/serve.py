@@ -82,7 +82,7 @@ class Fleet:
             Child(
                 name,
                 partial(self._worker_command, index, name),
-                on_said=self._note_role,
+                on_said=self._note_report,
                 pass_fds=lambda: () if self._arena_fd is None else (self._arena_fd,),
                 environment=partial(self._environment_of, name),
             )
@@ -95,6 +95,7 @@ class Fleet:
         self._neuron_cores: dict[str, range] = {}  # by worker; empty on other devices
         self._gpus: Mapping[str, int] = {}  # the same
         self._watches: list[asyncio.Task[str]] = []
+        self._unannounced: dict[str, str] = {}  # by worker: why no registry has it, or ""
         self._why_not = ""  # what the proxy said last of why it does not serve
         self.url = ""
         self.model_name = options.model_name or model_name_of(options.model)
@@ -197,8 +198,10 @@ class Fleet:
                     if await self._serves(session) and ours <= await self._known(session, ours):
                         return
                 await asyncio.sleep(0.05)
-        why = f": {self._why_not}" if self._why_not else ""
-        raise ConfigError(f"the proxy did not learn of its workers in time{why}")
+        reasons = [f"{name}: {why}" for name, why in self._unannounced.items() if why]
+        why = (reasons or [self._why_not])[0]
+        words = "the proxy did not learn of its workers in time"
+        raise ConfigError(f"{words}: {why}" if why else words)
 
     async def _serves(self, session: aiohttp.ClientSession) -> bool:
         # Our own child: whom its certificate names is for others to check.
@@ -264,8 +267,11 @@ class Fleet:
         by_role = {"prefill": options.prefill_tp, "decode": options.decode_tp, "both": None}
         return by_role[role] or options.engine.tp
 
-    def _note_role(self, name: str, report: LaunchReport) -> None:
-        """A worker serves: in another role than before where an operator wanted that."""
+    def _note_report(self, name: str, report: LaunchReport) -> None:
+        """A worker serves: in another role than before where an operator wanted that. Or the
+        registry does not take it."""
+        if report.event == "unannounced":
+            self._unannounced[name] = report.message
         reap_adopted(self.pids().values())  # the ranks of one that was killed before
         role = report.role
         if report.event == "ready" and role is not None and role != self._roles[name]:

@@ -15,10 +15,11 @@ class LaunchReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One line. `loading` may repeat, `ready` or `failed` ends the start.
 
     `ready` comes again when a worker has changed its role; `drained` is the last word of one that
-    ends by an operator's order.
+    ends by an operator's order. `unannounced` comes with why the registry does not have a worker,
+    and without a message once it has.
     """
 
-    event: Literal["loading", "ready", "failed", "drained"]
+    event: Literal["loading", "ready", "failed", "drained", "unannounced"]
     done_bytes: int = 0
     total_bytes: int = 0
     url: str = ""

@@ -34,8 +34,8 @@ class Announcer:
 
     The record is asked for at each beat, every third of `ttl_s`, and after `record_changed`;
     its key must stay the same. It is put when it has changed, and at every second beat. An
-    unreachable registry is tried again for ever: the worker serves on meanwhile. Does not own the
-    registry, which must outlive it.
+    unreachable registry is tried again for ever: the worker serves on meanwhile. `on_trouble` hears
+    why, and "" once all is well again. Does not own the registry, which must outlive it.
     """
 
     def __init__(
@@ -44,10 +44,12 @@ class Announcer:
         record: Callable[[], WorkerRecord],
         *,
         ttl_s: float = ANNOUNCE_TTL_S,
+        on_trouble: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self._registry = registry
         self._record = record
         self._ttl_s = ttl_s
+        self._on_trouble = on_trouble
         self._changed = asyncio.Event()
         self._lease: LeaseId | None = None
         self._announced: WorkerRecord | None = None  # under this lease
@@ -118,11 +120,16 @@ class Announcer:
                 await self._hold_lease()
                 _trouble_log.warning("announce_lease_lost")
             except PeerError as error:
-                self._trouble = error.message
+                self._note_trouble(error.message)
                 reason, retry_s = error.message, self._backoff_s
                 _trouble_log.warning("announce_failed", reason=reason, retry_s=retry_s)
                 await asyncio.sleep(self._backoff_s)
                 self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
+
+    def _note_trouble(self, reason: str) -> None:
+        if reason != self._trouble:
+            self._trouble = reason
+            self._on_trouble(reason)
 
     async def _hold_lease(self) -> None:
         """Announce under a lease of our own until the registry no longer knows it."""
@@ -135,7 +142,8 @@ class Announcer:
             if num_beats >= BEATS_PER_PUT or record != self._announced:
                 await self._announce(record, lease)
                 num_beats = 0
-                self._backoff_s, self._trouble = _BACKOFF_S_MIN, ""
+                self._backoff_s = _BACKOFF_S_MIN
+                self._note_trouble("")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(beat.remaining_s()):
                     await self._changed.wait()

@@ -218,13 +218,19 @@ class _Process:
         options = self._options
         ttl_s = options.etcd.etcd_ttl_s if options.etcd.etcd else ANNOUNCE_TTL_S
         async with (
-            Announcer(self._registry, worker.record, ttl_s=ttl_s) as announcer,
+            Announcer(
+                self._registry, worker.record, ttl_s=ttl_s, on_trouble=self._tell_unannounced
+            ) as announcer,
             # Its peers let it in by what it announces.
             following_peers(
                 worker, self._registry, addresses=options.addresses, keep_s=keep_s_for(ttl_s)
             ),
         ):
             yield announcer
+
+    def _tell_unannounced(self, reason: str) -> None:
+        if self._options.parent_pid is not None:
+            say(LaunchReport(event="unannounced", message=reason))
 
     def tell_ready(self, worker: Worker) -> None:
         worker_id, role, url = worker.worker_id, worker.record().role, worker.record().url()

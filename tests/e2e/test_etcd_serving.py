@@ -2,15 +2,26 @@
 
 import asyncio
 import json
+import os
+import sys
 
 import aiohttp
 import psutil
 import pytest
-from etcd.etcd_kit import require_etcd, running_etcd
+from etcd.etcd_kit import PASSWORD, require_etcd, running_etcd
 from openai_kit import DEADLINE_S, Client, eventually
 from process_kit import children_of, command, part, run, said, session_of_many
 
-from neuron_di.config import EngineOptions, EtcdOptions, LogOptions, ServeOptions
+from neuron_di.child import Child, end
+from neuron_di.clock import Deadline
+from neuron_di.config import (
+    EngineOptions,
+    EtcdOptions,
+    LogOptions,
+    ServeOptions,
+    WorkerOptions,
+    flags_of,
+)
 from neuron_di.serve import Fleet
 
 pytestmark = pytest.mark.e2e
@@ -91,6 +102,47 @@ async def all_serve(url, pids):
                     if answer.status == 200:
                         serving.add(status["proxy"]["pid"])
             await asyncio.sleep(0.01)
+
+
+async def test_a_worker_tells_its_launcher_why_etcd_does_not_take_it(llama, tmp_path):
+    password = tmp_path / "password"
+    password.write_text(PASSWORD)
+    password.chmod(0o600)
+    heard = asyncio.Queue()
+    async with running_etcd() as etcd:
+        etcd.enable_users()
+        etcd.ctl("role", "add", "later")
+        etcd.ctl("role", "grant-permission", "later", "--prefix=true", "read", "/neuron-di/")
+        etcd.ctl("user", "grant-role", "nobody", "later")
+        options = WorkerOptions(
+            model=str(llama),
+            role="both",
+            parent_pid=os.getpid(),
+            engine=EngineOptions(threads=1),
+            etcd=EtcdOptions(
+                etcd=tuple(etcd.addresses),
+                etcd_user="nobody",
+                etcd_password_file=str(password),
+            ),
+        )
+        words = [sys.executable, "-m", "neuron_di", "worker", *flags_of(options)]
+        child = Child("both-0", lambda: words, on_said=lambda _, report: heard.put_nowait(report))
+        try:
+            await child.start(Deadline.after(DEADLINE_S), lambda _name, _report: None)
+            assert "permission denied" in (await unannounced(heard)).message
+            etcd.ctl(
+                "role", "grant-permission", "later", "--prefix=true", "readwrite", "/neuron-di/"
+            )
+            assert (await unannounced(heard)).message == ""
+        finally:
+            await end([child], DEADLINE_S)
+
+
+async def unannounced(heard):
+    async with asyncio.timeout(DEADLINE_S):
+        while (report := await heard.get()).event != "unannounced":
+            pass
+    return report
 
 
 async def test_auto_starts_an_etcd_for_serve_and_ends_it(llama):

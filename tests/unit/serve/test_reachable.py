@@ -8,6 +8,7 @@ from aiohttp import web
 from neuron_di.clock import Deadline
 from neuron_di.config import EtcdOptions, ServeOptions
 from neuron_di.errors import ConfigError
+from neuron_di.obs import LaunchReport
 from neuron_di.serve import Fleet
 
 
@@ -57,3 +58,15 @@ async def test_it_waits_for_its_own_workers(proxy, etcd):
         assert not waiting.done()
         proxy.known.append(name + fleet._suffix)
     await waiting
+
+
+async def test_why_the_registry_does_not_take_them_is_said(proxy):
+    fleet = fleet_of(proxy, "127.0.0.1:2379")
+    for name, reason in (
+        ("decode-0", "permission denied"),
+        ("prefill-0", "busy"),
+        ("prefill-0", ""),
+    ):
+        fleet._note_report(name, LaunchReport(event="unannounced", message=reason))
+    with pytest.raises(ConfigError, match="in time: decode-0: permission denied"):
+        await fleet._reachable(Deadline.after(0.2))

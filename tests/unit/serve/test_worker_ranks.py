@@ -37,7 +37,7 @@ def test_a_combined_worker_takes_the_common_number():
 
 def test_a_worker_keeps_its_ranks_whatever_its_role_becomes():
     fleet = Fleet(ServeOptions(model="m", prefill_tp=2))
-    fleet._note_role("prefill-0", LaunchReport(event="ready", role="decode"))
+    fleet._note_report("prefill-0", LaunchReport(event="ready", role="decode"))
     told = flags(fleet, "prefill-0")
     assert (told["role"], told["tp"]) == ("decode", "2")
 
