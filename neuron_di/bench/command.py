@@ -48,8 +48,10 @@ def run_bench_command(flags: argparse.Namespace) -> int:
         return 128 + signal_number
     document = summarize(run)
     console = Console(highlight=False, markup=False, emoji=False)
-    print_report(document, console)
-    _write(document, flags)
+    try:
+        print_report(document, console)
+    finally:  # whoever reads the report may have seen enough, or its disk be full
+        _write(document, flags)
     if signal_number:
         return 128 + signal_number
     return 1 if any(each.figures.num_failed for each in document.endpoints) else 0

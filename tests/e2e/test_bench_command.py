@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -249,6 +251,20 @@ async def test_an_interruption_prints_what_was_measured(
     assert one(document).figures.num_ok > 0
     assert one(document).figures.num_failed == 0
     await pair.until_idle()
+
+
+async def test_the_figures_are_written_where_the_report_cannot_be(
+    pair: Client, tmp_path: Path
+) -> None:
+    path = tmp_path / "figures.json"
+    flags = ("--url", pair.url, "--requests", "2", "--json", str(path), *SMALL)
+    full = os.open("/dev/full", os.O_WRONLY)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "neuron_di", "bench", *flags, stdout=full
+    )
+    os.close(full)
+    assert await process.wait() == 1
+    assert from_json(path.read_bytes()).endpoints[0].figures.num_failed == 0
 
 
 async def test_what_cannot_start_says_why(tmp_path: Path) -> None:
