@@ -23,8 +23,10 @@ CA_DAYS=3650
 DAYS=365
 
 names=
-for host in $(echo "$hosts" | tr , ' '); do
+IFS=,
+for host in $hosts; do
     case $host in
+    *[!0-9A-Za-z._:*-]*) echo "$host is neither a name nor an address" >&2; exit 2 ;;
     *:*) kind=IP check=checkip ;;
     *[!0-9.]*) kind=DNS check=checkhost ;;
     *) kind=IP check=checkip ;;
@@ -37,6 +39,7 @@ for host in $(echo "$hosts" | tr , ' '); do
     fi
 done
 
+unset IFS
 mkdir -p "$folder"
 cd "$folder"
 extensions=$(mktemp)
@@ -62,7 +65,8 @@ sign() {
 if [ ! -e ca.pem ]; then
     new_key ca.key
     openssl req -x509 -new -sha256 -key ca.key -subj "/CN=neuron-di etcd authority" \
-        -days "$CA_DAYS" -addext "keyUsage=critical,keyCertSign,cRLSign" -out ca.pem
+        -days "$CA_DAYS" -addext "keyUsage=critical,keyCertSign,cRLSign" -out ca.pem.part
+    mv ca.pem.part ca.pem
     echo "$folder/ca.pem"
 fi
 # Members are clients of each other, so the server's certificate is good for both.

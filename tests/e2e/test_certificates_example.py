@@ -48,6 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_what_is_no_host_is_refused(tmp_path: Path) -> None:
+    done = run("make_certificates.sh", str(tmp_path / "none"), "a.example,b c")
+    assert (done.returncode, done.stderr) == (2, "b c is neither a name nor an address\n")
+    assert not (tmp_path / "none").exists()
+
+
 def test_certificates_are_what_etcd_asks_for(folder: Path) -> None:
     server = openssl("x509", "-in", str(folder / "server.pem"), "-noout", "-text")
     assert "IP Address:127.0.0.1, IP Address:0:0:0:0:0:0:0:1, DNS:localhost" in server
