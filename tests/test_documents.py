@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tutorial_kit import links_of
 
 from neuron_di.config import ServeOptions, WorkerOptions
 from neuron_di.config.option import OptionSpec, specs_of
@@ -48,13 +49,7 @@ def section(page: str, title: str) -> str:
 
 @pages
 def test_what_a_page_links_to_is_there(page: Path) -> None:
-    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        name, _, anchor = link.partition("#")
-        target = page.parent / name if name else page
-        assert target.exists(), link
-        if anchor:
-            titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+    links_of(page)
 
 
 @cache

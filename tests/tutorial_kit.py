@@ -125,6 +125,19 @@ def page_commands(page: Path) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
+def links_of(page: Path) -> list[str]:
+    """A page's links within the project. AssertionError for one that leads nowhere."""
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+    return links
+
+
 def aws_orders(page: Path) -> list[list[str]]:
     """The words of each order to AWS in the blocks of a page, also within `$(…)`."""
     blocks = re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)

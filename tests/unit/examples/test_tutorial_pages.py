@@ -12,6 +12,7 @@ from tutorial_kit import (
     HOSTS,
     aws_orders,
     check_aws,
+    links_of,
     neuron_di_words,
     page_commands,
     real_parser,
@@ -58,16 +59,7 @@ def test_settings_say_all_that_trn1s_say(tutorial: str) -> None:
 
 @pages
 def test_what_a_page_links_to_is_there(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    links = re.findall(r"\]\((?!https:)([^)]+)\)", text)
-    assert links
-    for link in links:
-        name, _, anchor = link.partition("#")
-        target = page.parent / name if name else page
-        assert target.exists(), link
-        if anchor:
-            titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+    assert links_of(page)
 
 
 @pages
