@@ -33,11 +33,11 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(self._named(message))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.nargs == argparse.PARSER and action.choices and value not in action.choices:
+        if action.choices and value not in action.choices:
             near = nearest(str(value), action.choices)
-            words = f"unknown {action.dest} {value!r}; the nearest valid one is {near}"
+            what = "/".join(action.option_strings) or action.dest
+            words = f"unknown {what} {value!r}; the nearest valid one is {near}"
             raise ConfigError(self._named(words))
-        super()._check_value(action, value)
 
     def _complaint(self, argument: str) -> str:
         flag = argument.split("=", 1)[0]

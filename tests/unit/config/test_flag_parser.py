@@ -26,6 +26,7 @@ def parser():
     commands = parser.add_subparsers(dest="command", required=True)
     for name, options_class in (("serve", ServeOptions), ("worker", WorkerOptions)):
         add_flags(commands.add_parser(name), options_class)
+    commands.add_parser("top").add_argument("--draw", choices=("all", "none"))
     return parser
 
 
@@ -41,6 +42,7 @@ def parser():
         (["serve", "m", "n"], "unexpected argument 'n'"),
         (["serve", "m", "--port"], "--port"),
         (["sreve", "m"], "unknown command 'sreve'; the nearest valid one is serve"),
+        (["top", "--draw", "al"], "top: unknown --draw 'al'; the nearest valid one is all"),
         ([], "command"),
     ],
 )
