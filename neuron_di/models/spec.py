@@ -18,6 +18,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _WINDOW = 4096  # what Hugging Face assumes when the key is absent; null means none
 
 
@@ -184,6 +185,14 @@ class _Fields:
             raise CheckpointError(
                 f"{self._source}: is_causal false is not supported: positions would see later ones"
             )
+        layer_types = self._config.get("layer_types")
+        if isinstance(layer_types, list):
+            other = [each for each in layer_types if each not in _LAYER_TYPES]
+            if other:
+                raise CheckpointError(
+                    f"{self._source}: layer_types {other[0]!r} is not supported; "
+                    f"supported: {', '.join(_LAYER_TYPES)}"
+                )
         if self._config.get("quantization_config") is not None:
             raise CheckpointError(
                 f"{self._source}: quantized weights (quantization_config) are not supported; "

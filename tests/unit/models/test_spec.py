@@ -95,6 +95,9 @@ def test_sliding_windows() -> None:
         of_family("Qwen2", **used, max_window_layers=1)
     with pytest.raises(CheckpointError, match="a sliding window on some layers"):
         of_family("Mistral", sliding_window=128, layer_types=[kinds[0], full[0]])
+    for other in ("linear_attention", "chunked_attention", ["full_attention"]):
+        with pytest.raises(CheckpointError, match=r"layer_types .* is not supported"):
+            of_family("Qwen3", layer_types=[full[0], other])
 
 
 def test_a_type_of_another_model_is_refused() -> None:
