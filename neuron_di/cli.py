@@ -39,7 +39,7 @@ from neuron_di.stop_signals import end_by_sigterm_while_starting
 from neuron_di.terminal_text import printable
 from neuron_di.transfer_bench import add_bench_transfer_flags, run_bench_transfer
 
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)  # the last: ulimit -f
 _DESCRIPTION = (
     "A disaggregated LLM server: prompts are computed by prefill workers, answers by decode "
     "workers, and a proxy speaks the OpenAI API to clients."

@@ -169,16 +169,23 @@ def test_a_key_that_nobody_saw_is_told(tmp_path, redirected, code, words):
     assert len(said) == bool(words), "one line"
 
 
-def test_a_list_that_the_disk_has_no_room_for_is_a_line(tmp_path):
+@pytest.mark.parametrize(
+    ("into", "reason"),
+    [
+        ('exec "$@" >/dev/full', "No space left on device"),
+        ('ulimit -f 0; exec "$@" >out', "File too large"),
+    ],
+)
+def test_a_list_that_there_is_no_room_for_is_a_line(tmp_path, into, reason):
     path = tmp_path / "keys.toml"
     write_keys(path)
-    with open("/dev/full", "wb") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "neuron_di", "key", "list", str(path)],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            timeout=60,
-            check=False,
-        )
+    ended = subprocess.run(
+        ["sh", "-c", into, "sh", sys.executable, "-m", "neuron_di", "key", "list", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
     assert ended.returncode == 1
-    assert ended.stderr == b"neuron-di: cannot write: No space left on device\n"
+    assert ended.stderr == f"neuron-di: cannot write: {reason}\n"
