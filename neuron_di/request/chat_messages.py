@@ -118,9 +118,8 @@ def _known(where: str, message: dict[str, Any], keys: tuple[str, ...]) -> dict[s
         if value is None or (value == [] and key != "content"):
             continue
         if key not in keys:
-            raise BadRequest(
-                f"{where}.{key} is not supported in a message of this role", param=f"{where}.{key}"
-            )
+            of_role = "" if key in _UNREAD_KEYS else " in a message of this role"
+            raise BadRequest(f"{where}.{key} is not supported{of_role}", param=f"{where}.{key}")
         checked[key] = value
     return checked
 

@@ -101,6 +101,7 @@ class ChatTemplate:
             takes_results=self._takes_results,
             knows_developer="developer" in self.source,
         )
+        broken = _broken_calls(checked)
         calls = [call for message in checked for call in message.get("tool_calls", ())]
         if calls and self._joins_arguments:
             for function in (call["function"] for call in calls):
@@ -114,7 +115,13 @@ class ChatTemplate:
             "add_generation_prompt": extras.add_generation_prompt,
             **self._check_kwargs(extras.template_kwargs, extras.reasoning_effort),
         }
-        text = self._generate(extras.now_unix_s, variables)
+        try:
+            text = self._generate(extras.now_unix_s, variables)
+        except BadRequest as error:
+            if not broken:
+                raise
+            words = f"{error.message}; the arguments in {broken} are no JSON"
+            raise BadRequest(words, param="messages") from None
         return text if continued is None else _cut_after(text, continued)
 
     def _generate(self, now_unix_s: float | None, variables: dict[str, Any]) -> str:
@@ -213,6 +220,15 @@ def _called(content: str | None, arguments: Any) -> dict[str, Any]:
     function = {"name": _PROBE, "arguments": arguments}
     call = {"id": "callcall1", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _broken_calls(messages: list[dict[str, Any]]) -> str:
+    """Where the first call is whose arguments stayed a text; nothing where none is."""
+    for index, message in enumerate(messages):
+        for call in message.get("tool_calls", ()):
+            if isinstance(call["function"]["arguments"], str):
+                return f"messages[{index}].tool_calls"
+    return ""
 
 
 def _check_objects(name: str, value: Any) -> list[dict[str, Any]] | None:

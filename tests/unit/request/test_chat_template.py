@@ -246,3 +246,28 @@ def test_arguments_are_text_for_a_template_that_joins_them_to_text(content):
         made["function"] = {"name": "weather", "arguments": arguments}
         message = {"role": "assistant", "content": None, "tool_calls": [made]}
         assert ChatTemplate(source, {}).render([message]) == ">" + text
+
+
+def test_a_call_that_broke_is_named_where_the_template_cannot_show_it():
+    source = (
+        "{% for call in messages[0].tool_calls %}"
+        "{% for name in call.function.arguments.keys() %}{{ name }}{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    function = {"name": "weather", "arguments": '{"place": "Åre"}'}
+    assert (
+        template.render([{"role": "assistant", "tool_calls": [{"function": function}]}]) == "place"
+    )
+    function["arguments"] = "{"
+    words = r"no attribute 'keys'; the arguments in messages\[0\].tool_calls are no JSON"
+    with pytest.raises(BadRequest, match=words):
+        template.render([{"role": "assistant", "tool_calls": [{"function": function}]}])
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("refusal", "supported$"), ("tool_call_id", "supported in a message of this role$")],
+)
+def test_a_key_that_no_role_has_is_not_said_to_be_anothers(key, words):
+    with pytest.raises(BadRequest, match=rf"messages\[0\]\.{key} is not {words}"):
+        ChatTemplate("", {}).render([{"role": "assistant", "content": "x", key: "no"}])
