@@ -97,7 +97,9 @@ class LLM:
         One prompt alone is a list of one. Without a seed each draws numbers of its own. Without
         `sampling` they are drawn as the model's generation_config.json says.
 
-        BadRequest when a prompt or a parameter cannot be; nothing is computed then.
+        BadRequest when a prompt or a parameter cannot be; nothing is computed then. An
+        error that one meets later, such as TooLarge for the KV memory, is raised when all have
+        ended, and no answer is returned.
         LocalProtocolError once it is closed, and in a forked process.
         """
         listed = _listed(prompts)
