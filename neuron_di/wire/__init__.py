@@ -23,6 +23,7 @@ from neuron_di.wire.codec import (
 )
 from neuron_di.wire.legs import (
     JSON_NULL,
+    REASON_CHARS_MAX,
     CallGrammar,
     DecodeLeg,
     Failed,
@@ -121,6 +122,7 @@ __all__ = [
     "LANES_MAX",
     "PIECES_MAX",
     "PROTOCOL_VERSION",
+    "REASON_CHARS_MAX",
     "RECORD_BYTES_MAX",
     "REGISTRY_BYTES_MAX",
     "SIGNAL_BYTES_MAX",

@@ -280,14 +280,17 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     stop: str | int | None = None  # the stop string or stop token id that ended it
 
 
+REASON_CHARS_MAX = 16_384  # of what an error says
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="failed"):
     """The leg ended without its result. Terminal.
 
     `fault` is who the worker blames: "peer" is its partner in the hand-over.
     """
 
-    code: str
-    message: str
+    code: Annotated[str, msgspec.Meta(max_length=64)]
+    message: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
     http_status: Annotated[int, msgspec.Meta(ge=400, le=599)]  # clients get it
     retryable: bool
     fault: Fault = "us"

@@ -7,7 +7,7 @@ from neuron_di.engine import Ended, Timing
 from neuron_di.errors import NeuronDiError
 from neuron_di.transfer import Arrival
 from neuron_di.types import WorkerId
-from neuron_di.wire import Done, Failed, Finished, LegReceipt, Released
+from neuron_di.wire import REASON_CHARS_MAX, Done, Failed, Finished, LegReceipt, Released
 
 
 class LegReport:
@@ -82,7 +82,7 @@ def failed(error: NeuronDiError) -> Failed:
     """An error as the last event of a leg."""
     return Failed(
         code=error.code,
-        message=error.message,
+        message=error.message[:REASON_CHARS_MAX],  # a chat template may repeat a client's words
         http_status=error.http_status,
         retryable=error.retryable,
         fault=error.fault,

@@ -1,10 +1,11 @@
 import msgspec
 import pytest
 
-from neuron_di.errors import RemoteProtocolError
+from neuron_di.errors import BadRequest, RemoteProtocolError
 from neuron_di.types import Incarnation, RequestId, WorkerId
 from neuron_di.wire import (
     EVENT_BYTES_MAX,
+    REASON_CHARS_MAX,
     RECORD_BYTES_MAX,
     DecodeLeg,
     Failed,
@@ -30,6 +31,7 @@ from neuron_di.wire import (
     status_decoder,
 )
 from neuron_di.wire.leg_link import Told, told_decoder
+from neuron_di.worker.leg_report import failed
 
 RECEIPT = LegReceipt(worker_id=WorkerId("p"), role="prefill", pid=3, prefill_s=0.25, link="shm")
 LOGPROB = TokenLogprob(text="\ufffd", logprob=-0.5, token_bytes=[0xE2, 0x82], token_id=5)
@@ -196,6 +198,16 @@ def test_what_is_no_event_is_refused(raw):
 def test_what_cannot_be_is_refused_before_it_is_counted_or_told(event):
     with pytest.raises(RemoteProtocolError):
         told_decoder.decode(encode_msgpack(Told([], [(0, event)])))
+
+
+def test_what_a_worker_says_of_an_error_has_an_end():
+    long = failed(BadRequest("x" * (REASON_CHARS_MAX + 1)))
+    assert len(long.message) == REASON_CHARS_MAX
+    assert leg_event_decoder.decode(encode_json(long)) == long
+    for changes in ({"message": long.message + "x"}, {"code": "c" * 65}):
+        event = msgspec.structs.replace(long, **changes)
+        with pytest.raises(RemoteProtocolError):
+            told_decoder.decode(encode_msgpack(Told([], [(0, event)])))
 
 
 def test_an_unknown_field_is_ignored_so_that_an_event_may_grow():
