@@ -52,9 +52,7 @@ HALF_CHARS = 38  # of the lines above the table
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
-def show_top(
-    url: str, *, key: str | None = None, once: bool = False, interval_s: float = INTERVAL_S
-) -> int:
+def show_top(url: str, *, key: str | None = None, once: bool = False) -> int:
     """Draw until Ctrl-C; with `once`, print one frame.
 
     A proxy that is not there is waited for, but not with `once`: PeerGone. Raises ConfigError
@@ -64,7 +62,7 @@ def show_top(
     view = View(url, key)
     if once:
         view.look()
-        sleep_s(interval_s)
+        sleep_s(INTERVAL_S)
         view.look()
         console.print(view)
         return 0
@@ -82,7 +80,7 @@ def show_top(
     try:
         with raising_on(signal.SIGTERM), live:  # else the terminal would stay as it is drawn on
             while True:
-                sleep_s(interval_s)
+                sleep_s(INTERVAL_S)
                 view.look_if_there()
     except KeyboardInterrupt:
         return 0

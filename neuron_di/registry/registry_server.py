@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Self
 
 import zmq
@@ -43,7 +43,7 @@ class RegistryServer:
     """Answers workers while entered: `async with RegistryServer(registry, "tcp://127.0.0.1:0")`.
 
     `address` is where it listens, the port filled in. `num_malformed` counts messages that
-    could not be understood; `num_unanswered` answers whose client was gone or did not read.
+    could not be understood.
     """
 
     def __init__(self, registry: EmbeddedRegistry, bind: str) -> None:
@@ -54,7 +54,6 @@ class RegistryServer:
         self._waiting: dict[bytes, asyncio.Task[None]] = {}  # by client: for a change
         self.address = ""
         self.num_malformed = 0
-        self.num_unanswered = 0
 
     def trouble(self) -> str:
         """What failed lately by a bug of ours; empty while all is well."""
@@ -89,11 +88,9 @@ class RegistryServer:
                 await self._send(client, answer)
 
     async def _send(self, client: bytes, answer: RegistryAnswer) -> None:
-        try:
-            # Without waiting: a client that does not read must not hold up the others.
+        # Without waiting: a client that does not read must not hold up the others.
+        with suppress(zmq.ZMQError):
             await self._socket.send_multipart([client, encode_msgpack(answer)], flags=zmq.NOBLOCK)
-        except zmq.ZMQError:
-            self.num_unanswered += 1
 
     async def _sweep(self) -> None:
         swept_s = now_s()

@@ -91,7 +91,6 @@ class FakeTransferEngine:
         self._running: dict[Incarnation, list[TransferToken]] = {}  # sends that were matched
         self._invisible: dict[Incarnation, list[_Receive]] = {}
         self._is_closed = False
-        self.num_fences = 0
         fabric.engines[pool.incarnation] = self
 
     def local_region(self, peer: Incarnation) -> Region:  # noqa: ARG002
@@ -184,7 +183,6 @@ class FakeTransferEngine:
 
     def fence(self, peer: Incarnation) -> None:
         """What arrived from this peer, and was not given up meanwhile, can be read now."""
-        self.num_fences += 1
         for receive in self._invisible.pop(peer, []):
             if self._is_wanted(receive):
                 self._write(receive)

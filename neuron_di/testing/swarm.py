@@ -18,7 +18,7 @@ from neuron_di.testing.sim_chaos import CHAOS_S, SINGLE_CHAOS_S, Chaos, draw_rat
 from neuron_di.testing.sim_client import Client
 from neuron_di.testing.sim_cluster import Cluster, Tally
 from neuron_di.testing.sim_failure import Failure
-from neuron_di.testing.sim_options import ClusterOptions, draw_options, draw_single_fault_options
+from neuron_di.testing.sim_options import draw_options, draw_single_fault_options
 from neuron_di.testing.sim_trace import lines_of
 from neuron_di.testing.virtual_loop import LoopOverrun, place_of, silenced
 from neuron_di.testing.workload import NUM_REQUESTS, wanted
@@ -44,30 +44,23 @@ class Run:
     lines: tuple[str, ...] = ()  # the trace, where it was asked for or something failed
 
 
-def run_seed(
-    seed: int,
-    *,
-    with_trace: bool = False,
-    options: ClusterOptions | None = None,
-    num_clients: int = CLIENTS,
-) -> Run:
+def run_seed(seed: int, *, with_trace: bool = False) -> Run:
     """One run, the same each time, in every process."""
     rng = random.Random(seed)
-    is_single = options is None and rng.random() < SINGLE_FAULT_SHARE
+    is_single = rng.random() < SINGLE_FAULT_SHARE
     if is_single:
         options, faults = draw_single_fault_options(rng), Faults(rng)
     else:
-        options = options or draw_options(rng)
-        faults = Faults(rng, draw_rates_of_run(rng))
+        options, faults = draw_options(rng), Faults(rng, draw_rates_of_run(rng))
     with silenced():
-        return _run(Cluster(rng, options, faults), seed, with_trace, num_clients, is_single)
+        return _run(Cluster(rng, options, faults), seed, with_trace, is_single)
 
 
-def _run(cluster: Cluster, seed: int, with_trace: bool, num_clients: int, is_single: bool) -> Run:
+def _run(cluster: Cluster, seed: int, with_trace: bool, is_single: bool) -> Run:
     failures = cluster.world.failures
     with _logged_errors(cluster):
         try:
-            cluster.loop.run_until_complete(_scenario(cluster, num_clients, is_single))
+            cluster.loop.run_until_complete(_scenario(cluster, is_single))
         except LoopOverrun as error:
             cluster.world.fail("stuck", f"livelock: {error}")
         except Exception as error:
@@ -82,7 +75,7 @@ def _run(cluster: Cluster, seed: int, with_trace: bool, num_clients: int, is_sin
     return run
 
 
-async def _scenario(cluster: Cluster, num_clients: int, is_single: bool) -> None:
+async def _scenario(cluster: Cluster, is_single: bool) -> None:
     rng = cluster.rng
     cluster.start()
     await asyncio.sleep(0.5)  # workers announce themselves
@@ -91,7 +84,7 @@ async def _scenario(cluster: Cluster, num_clients: int, is_single: bool) -> None
         chaos.begin_single()
     else:
         chaos.begin()
-    for number in rng.sample(range(NUM_REQUESTS), num_clients):
+    for number in rng.sample(range(NUM_REQUESTS), CLIENTS):
         _start_client(cluster, number, is_single=is_single)
     await asyncio.sleep(SINGLE_CHAOS_S if is_single else CHAOS_S)
     chaos.heal()

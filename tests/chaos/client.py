@@ -32,7 +32,6 @@ class Stream:
     headers: dict[str, str] = field(default_factory=dict)
     documents: list[dict[str, Any]] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)  # of each document
-    ended_s: float = 0.0
     flaws: list[str] = field(default_factory=list)  # what no stream may do, whatever its text
     num_finishes: int = 0
 
@@ -97,7 +96,6 @@ async def ask(url: str, body: dict[str, Any], manners: Manners | None = None) ->
         leaving.cancel()
     if not reading.cancelled():
         reading.result()
-    stream.ended_s = now_s()
     return stream
 
 

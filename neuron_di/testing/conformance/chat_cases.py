@@ -65,8 +65,9 @@ def _fits_tool(arguments: Any) -> bool:
     return is_whole and isinstance(arguments["city"], str) and arguments["days"] in range(1, 10)
 
 
-def _by_schema(schema: Any, name: str = "answer") -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
+def _by_schema(schema: Any) -> dict[str, Any]:
+    named = {"name": "answer", "schema": schema, "strict": True}
+    return {"type": "json_schema", "json_schema": named}
 
 
 def _one_of(*wanted: str) -> Callable[[list[str]], bool]:

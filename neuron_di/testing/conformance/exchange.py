@@ -19,6 +19,7 @@ from neuron_di.testing.conformance.finding import shorten
 Json = dict[str, Any]
 Side = Literal["A", "B"]
 BODY_BYTES_MAX = 16 << 20  # of an answer
+TIMEOUT_S = 120.0  # of an exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +78,13 @@ class Endpoint:
         *,
         model: str = "",
         key: str | None = None,
-        timeout_s: float = 120.0,
     ) -> None:
         self.side: Side = side
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model
         self._session = session
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
 
     async def send(self, ask: Ask) -> Heard:
         """Send and read to the end. Raises PeerError where no response comes, or one without end.

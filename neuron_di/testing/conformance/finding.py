@@ -28,10 +28,10 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def shorten(value: Any, chars_max: int = VALUE_CHARS_MAX) -> str:
-    """A value to be read by people, not longer than that."""
+def shorten(value: Any) -> str:
+    """A value to be read by people, not longer than VALUE_CHARS_MAX."""
     try:
         words = repr(value)
     except RecursionError:
         words = "(nested too deeply to be shown)"
-    return words if len(words) <= chars_max else f"{words[: chars_max - 1]}…"
+    return words if len(words) <= VALUE_CHARS_MAX else f"{words[: VALUE_CHARS_MAX - 1]}…"

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 from running_proxy import ListDirectory
-from scripted_worker import finished, make_record, make_status, parked, receipt, released, token
+from scripted_worker import finished, make_record, make_status, parked, released, token
 
 from neuron_di.clock import now_s
 from neuron_di.config import LimitOptions
@@ -347,8 +347,3 @@ def failed(
     return Failed(
         code=code, message=f"failed: {code}", http_status=status, retryable=retryable, fault=fault
     )
-
-
-def decode_end(**changes: Any) -> Finished:
-    """The end of a self test's decode leg."""
-    return msgspec.structs.replace(finished(2), receipt=receipt("d1", "decode", **changes))

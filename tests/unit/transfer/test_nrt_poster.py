@@ -14,7 +14,6 @@ from neuron_di.transfer.nrt_poster import Poster
 class Agent:
     def __init__(self, *channels):
         self.channels = channels
-        self.num_ticks = 0
         self.looked = threading.Semaphore(0)
 
     def busy_channels(self):
@@ -24,7 +23,6 @@ class Agent:
         pass
 
     def tick(self):
-        self.num_ticks += 1
         self.looked.release()
 
 
