@@ -1,4 +1,4 @@
-"""The step loop, the sampler, and the offline LLM."""
+"""The step loop, the sampler, and the events that tell of each request."""
 
 from neuron_di.engine.engine import Engine, StartTransfer
 from neuron_di.engine.events import (

@@ -117,7 +117,7 @@ class PullLayer(msgspec.Struct, frozen=True, kw_only=True, tag="pull_layer"):
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Everything the decode worker needs to continue: it never re-tokenises or re-samples.
 
-    `digests[i]` is `kv.block_digest` of block i, keyed by the identity that the other fields
+    `digests[i]` is block i's of `kv.block_digests`, keyed by the identity that the other fields
     state: whose KV this is, computed by which process, in which attempt, in which layout.
     """
 

@@ -8,10 +8,10 @@
 
 Arguments are given on while they are written, byte for byte, as long as they can be JSON. Text is
 never lost: tags, and white space around calls, are dropped where a call was found, and
-everything else becomes content; but what a forced array (`array`) was cut to before its first
-call is no text. So does a call that breaks before it was announced: no JSON, a
+everything else becomes content. So does a call that breaks before it was announced: no JSON, a
 name that is not the client's, arguments that are no object. One that breaks later stays cut,
-what follows becomes content, and `all_whole` is false.
+what follows becomes content, and `all_whole` is false. Only what a forced array (`array`) was cut
+to before its first call is no text.
 """
 
 from collections.abc import Collection

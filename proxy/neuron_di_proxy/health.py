@@ -12,7 +12,7 @@ although its connection may stay open.
 Two sources tell how a worker is. Asking over HTTP is the one that always works: a new worker at
 once, one that is new, suspect, frozen or down at each `probe_interval_s`. While a worker is up its
 link brings a word of it each second by itself, and every word is as good as an answer. It puts
-off the next question until the word is old (`trust_s`), so that a worker that goes on talking is
+off the next question until the word is old (`_trust_s`), so that a worker that goes on talking is
 never asked. Once it falls silent, or its link ends, it is asked as if there were no link, and its
 silence counts from its last word on. A process that is stopped keeps its link open: it is silent
 there, gives no answer either, and is frozen at the same moment as without a link.
