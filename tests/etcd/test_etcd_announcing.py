@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 from etcd_kit import running_etcd
-from watching import make_record, until
+from watching import until
+from worker_record import make_record
 
 from neuron_di.etcd.client import EtcdClient
 from neuron_di.etcd.registry import EtcdRegistry

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 from etcd_kit import running_etcd
-from watching import Watching, make_record, until
+from watching import Watching, until
+from worker_record import make_record
 
 from neuron_di.errors import PeerTimeout
 from neuron_di.etcd.client import PAGE_KEYS, EtcdClient

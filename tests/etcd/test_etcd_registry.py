@@ -6,7 +6,8 @@ from contextlib import aclosing
 
 import pytest
 from etcd_kit import running_etcd
-from watching import Watching, make_record, until
+from watching import Watching, until
+from worker_record import make_record
 
 from neuron_di.errors import PeerError, PeerGone, PeerRefused, PeerTimeout
 from neuron_di.etcd.client import EtcdClient

@@ -6,32 +6,8 @@ from contextlib import aclosing
 from typing import Any, Self
 
 from neuron_di.registry import KeyChanged, KeyDeleted, RegistryEvent, Snapshot
-from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord
 
 DEADLINE_S = 30.0
-
-
-def make_record(port: int = 4000, **fields: Any) -> WorkerRecord:
-    """That of a prefill worker, unless the fields say otherwise."""
-    values: dict[str, Any] = {
-        "protocol_version": PROTOCOL_VERSION,
-        "worker_id": WorkerId(f"prefill-{port}"),
-        "incarnation": Incarnation("i"),
-        "role": "prefill",
-        "state": "ready",
-        "pid": 1,
-        "model": "tiny",
-        "model_digest": "d",
-        "layout_digest": "l",
-        "context_tokens": 128,
-        "host": "127.0.0.1",
-        "api_port": port,
-        "signal_host": "127.0.0.1",
-        "signal_port": port + 1,
-        "started_unix_s": 1.0,
-    }
-    return WorkerRecord(**(values | fields))
 
 
 async def until(holds: Callable[[], bool]) -> None:

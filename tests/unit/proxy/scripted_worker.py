@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 import msgspec
+import worker_record
 from aiohttp import web
 
 from neuron_di.types import Incarnation, Role, WorkerId
 from neuron_di.wire import (
-    PROTOCOL_VERSION,
     DecodeLeg,
     Failed,
     Finished,
@@ -207,25 +207,15 @@ def make_record(
     worker_id: str, role: Role, api_port: int = 1, *, model: str = MODEL, **changes: object
 ) -> WorkerRecord:
     fields: dict[str, object] = {
-        "protocol_version": PROTOCOL_VERSION,
         "worker_id": WorkerId(worker_id),
         "incarnation": Incarnation(f"{worker_id}-life"),
         "role": role,
-        "state": "ready",
-        "pid": 1,
         "model": model,
-        "model_digest": "weights",
-        "layout_digest": "layout",
         "transfer": ["shm@here"],
         "context_tokens": 2048,
-        "host": "127.0.0.1",
-        "api_port": api_port,
-        "signal_host": "127.0.0.1",
-        "signal_port": 9,
-        "started_unix_s": 0.0,
         "slots": 1024,
     }
-    return WorkerRecord(**(fields | changes))  # type: ignore[arg-type]
+    return worker_record.make_record(api_port, **(fields | changes))
 
 
 def make_status(record: WorkerRecord, /, **changes: object) -> WorkerStatus:

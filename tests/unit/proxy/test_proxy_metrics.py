@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from metric_samples import parse, samples
@@ -302,6 +301,8 @@ def test_moved_bytes_and_the_time_to_verify_them_are_summed():
 def test_an_answer_that_was_too_late_is_counted_whatever_was_imported_first(first):
     """A body that comes too late has the same code, and is no answer: it is never a receipt."""
     script = f"""
+import sys
+sys.path = {sys.path}
 import neuron_di_proxy.{first}
 from test_proxy_metrics import Metrics, NoGauges, attempt, receipt
 
@@ -310,9 +311,7 @@ code = "request_timeout"
 metrics.count(receipt(attempt(code), finish_reason="error", num_generated=0), code)
 print(metrics.text().decode())
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert parse(ended.stdout)["vllm:request_success_total", "error", "tiny"] == 1, ended.stderr
 
 

@@ -1,10 +1,9 @@
 import asyncio
 
 import pytest
+import worker_record
 
 from neuron_di.registry import EmbeddedRegistry
-from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord
 
 
 class FakeClock:
@@ -29,27 +28,7 @@ def registry(clock):
 
 @pytest.fixture
 def make_record():
-    def make(port=4000, **fields):
-        values = {
-            "protocol_version": PROTOCOL_VERSION,
-            "worker_id": WorkerId(f"prefill-{port}"),
-            "incarnation": Incarnation("i"),
-            "role": "prefill",
-            "state": "ready",
-            "pid": 1,
-            "model": "tiny",
-            "model_digest": "d",
-            "layout_digest": "l",
-            "context_tokens": 128,
-            "host": "127.0.0.1",
-            "api_port": port,
-            "signal_host": "127.0.0.1",
-            "signal_port": port + 1,
-            "started_unix_s": 1.0,
-        }
-        return WorkerRecord(**(values | fields))
-
-    return make
+    return worker_record.make_record
 
 
 @pytest.fixture

@@ -5,32 +5,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 
 import msgspec
+from worker_record import make_record
 
 from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
+from neuron_di.wire import WorkerRecord, WorkerStatus
 from neuron_di_proxy.histogram import Histogram
 from neuron_di_proxy.status import ProxyStatus, StatusReport, WorkerReport
 
 
 def record(role: str, number: int, **changes: object) -> WorkerRecord:
     fields: dict[str, object] = {
-        "protocol_version": PROTOCOL_VERSION,
         "worker_id": WorkerId(f"{role}-{number}"),
         "incarnation": Incarnation(f"{role}-{number}-life"),
         "role": role,
-        "state": "ready",
         "pid": 100 + number,
         "model": "m",
-        "model_digest": "d",
-        "layout_digest": "l",
-        "context_tokens": 64,
-        "host": "127.0.0.1",
-        "api_port": 1,
-        "signal_host": "127.0.0.1",
-        "signal_port": 1,
-        "started_unix_s": 0.0,
     }
-    return WorkerRecord(**(fields | changes))  # type: ignore[arg-type]
+    return make_record(**(fields | changes))
 
 
 def worker(role: str, number: int, health: str = "up", **counts: object) -> WorkerReport:

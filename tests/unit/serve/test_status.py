@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 from msgspec import structs
+from worker_record import make_record
 
 from neuron_di import status as status_module
 from neuron_di.errors import PeerGone, RemoteProtocolError
@@ -14,7 +15,6 @@ from neuron_di.status import show_status
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import (
     LANES_MAX,
-    PROTOCOL_VERSION,
     LaneStatus,
     WorkerRecord,
     WorkerStatus,
@@ -31,22 +31,12 @@ from neuron_di_proxy.status import (
 
 
 def record(role: str, number: int) -> WorkerRecord:
-    return WorkerRecord(
-        protocol_version=PROTOCOL_VERSION,
+    return make_record(
         worker_id=WorkerId(f"{role}-{number}"),
         incarnation=Incarnation("0" * 32),
         role=role,
-        state="ready",
         pid=100 + number,
         model="m",
-        model_digest="d",
-        layout_digest="l",
-        context_tokens=64,
-        host="127.0.0.1",
-        api_port=1,
-        signal_host="127.0.0.1",
-        signal_port=1,
-        started_unix_s=0.0,
         slots=8,
         connections=["decode-0", "decode-1"] if (role, number) == ("prefill", 0) else [],
     )

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_record import make_record
 
 from neuron_di.errors import RemoteProtocolError
-from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire import Token, WorkerRecord, WorkerStatus
+from neuron_di.wire import Token, WorkerStatus
 from neuron_di.wire.leg_link import (
     FROM_PROXY_BYTES_MAX,
     CloseLeg,
@@ -19,24 +19,8 @@ from neuron_di.wire.leg_link import (
     told_decoder,
 )
 
-RECORD = WorkerRecord(
-    protocol_version=1,
-    worker_id=WorkerId("p"),
-    incarnation=Incarnation("i"),
-    role="prefill",
-    state="draining",
-    pid=1,
-    model="m",
-    model_digest="d",
-    layout_digest="l",
-    context_tokens=100,
-    host="::1",
-    api_port=8001,
-    signal_host="::1",
-    signal_port=5000,
-    started_unix_s=1.5,
-    connections=["d1"],
-    reasoning=("<think>", "</think>"),
+RECORD = make_record(
+    state="draining", host="::1", connections=["d1"], reasoning=("<think>", "</think>")
 )
 STATUS = WorkerStatus(
     record=RECORD,

@@ -1,5 +1,6 @@
 import msgspec
 import pytest
+from worker_record import make_record
 
 from neuron_di.errors import BadRequest, RemoteProtocolError
 from neuron_di.types import Incarnation, RequestId, WorkerId
@@ -20,7 +21,6 @@ from neuron_di.wire import (
     Token,
     TokenLogprob,
     TokenLogprobs,
-    WorkerRecord,
     WorkerStatus,
     decode_leg_decoder,
     encode_json,
@@ -69,23 +69,7 @@ DECODE_LEG = DecodeLeg(
     timeout_s=12.5,
     num_emitted=2,
 )
-RECORD = WorkerRecord(
-    protocol_version=1,
-    worker_id=WorkerId("p"),
-    incarnation=Incarnation("i"),
-    role="prefill",
-    state="ready",
-    pid=1,
-    model="m",
-    model_digest="d",
-    layout_digest="l",
-    context_tokens=100,
-    host="::1",
-    api_port=8001,
-    signal_host="::1",
-    signal_port=5000,
-    started_unix_s=1.5,
-)
+RECORD = make_record(8001, host="::1", signal_host="::1", signal_port=5000)
 STATUS = WorkerStatus(
     record=RECORD,
     num_blocks=4,

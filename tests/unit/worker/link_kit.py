@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Self
 
-from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire import PROTOCOL_VERSION, WorkerRecord, WorkerStatus
+from worker_record import make_record
+
+from neuron_di.types import WorkerId
+from neuron_di.wire import WorkerStatus
 from neuron_di.wire.leg_link import (
     FROM_WORKER_BYTES_MAX,
     MAGIC,
@@ -129,23 +131,7 @@ class LinkServer:
 
 def make_status(**changes: object) -> WorkerStatus:
     """What some worker says of itself."""
-    record = WorkerRecord(
-        protocol_version=PROTOCOL_VERSION,
-        worker_id=WorkerId("w"),
-        incarnation=Incarnation("i"),
-        role="both",
-        state="ready",
-        pid=1,
-        model="m",
-        model_digest="d",
-        layout_digest="l",
-        context_tokens=64,
-        host="127.0.0.1",
-        api_port=1,
-        signal_host="127.0.0.1",
-        signal_port=0,
-        started_unix_s=1.0,
-    )
+    record = make_record(worker_id=WorkerId("w"), role="both")
     counts: dict[str, object] = {
         "num_blocks": 4,
         "num_blocks_free": 3,
