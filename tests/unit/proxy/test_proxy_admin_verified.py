@@ -8,7 +8,7 @@ from typing import Self
 import msgspec
 import pytest
 from scripted_worker import make_record
-from virtual_cluster import virtual
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_cluster import virtual
+from virtual_time import virtual
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions

@@ -8,7 +8,7 @@ import pytest
 from admission_kit import admission_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_cluster import virtual
+from virtual_time import virtual
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import CapacityError

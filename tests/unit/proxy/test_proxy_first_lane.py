@@ -6,7 +6,7 @@ import pytest
 from lane_rig import Rig, event_of, payload_of
 from laned_run import PAIR, WHOLE, Refuses, half_open, running
 from scripted_worker import finished, parked, released, token
-from virtual_cluster import virtual
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.errors import PeerTimeout, RemoteProtocolError

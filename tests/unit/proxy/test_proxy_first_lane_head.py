@@ -8,7 +8,7 @@ from lane_rig import Rig, chunk_of, event_of, payload_of
 from laned_run import running
 from scripted_worker import finished, token
 from streamed_rig import Streamed, tell
-from virtual_cluster import virtual
+from virtual_time import virtual
 
 from neuron_di.errors import LocalProtocolError
 from neuron_di_proxy.token_lane import IS_COMPILED, relay_told

@@ -4,7 +4,8 @@ import asyncio
 
 import msgspec
 import pytest
-from virtual_cluster import one_by_one, two_by_two, virtual
+from virtual_cluster import one_by_one, two_by_two
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.errors import PeerGone, PeerTimeout, RemoteProtocolError

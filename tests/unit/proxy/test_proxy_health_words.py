@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from scripted_worker import make_record
 from talking_worker import Link, Losses, states, talking, word_of
-from virtual_cluster import one_by_one, two_by_two, virtual
+from virtual_cluster import one_by_one, two_by_two
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.errors import PeerGone, PeerTimeout

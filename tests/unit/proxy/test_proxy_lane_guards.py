@@ -19,8 +19,8 @@ from virtual_cluster import (
     failed,
     once,
     silent_after,
-    virtual,
 )
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.wire import PromptReport, Token

@@ -5,7 +5,8 @@ import asyncio
 import msgspec
 import pytest
 from talking_worker import states, talking
-from virtual_cluster import one_by_one, virtual
+from virtual_cluster import one_by_one
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.errors import PeerGone

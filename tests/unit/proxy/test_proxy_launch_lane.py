@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from laned_run import PAIR, STALL_S, WHOLE, Refuses, half_open, running, texts
 from scripted_worker import finished, parked, released, token
-from virtual_cluster import virtual
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.errors import PeerTimeout, RemoteProtocolError

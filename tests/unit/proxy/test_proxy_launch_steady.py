@@ -9,7 +9,7 @@ import pytest
 from launch_run import REQUEST
 from running_proxy import ListDirectory
 from scripted_worker import finished, make_record, parked, released, token
-from virtual_cluster import virtual
+from virtual_time import virtual
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.config import LimitOptions

@@ -3,16 +3,8 @@
 import asyncio
 
 import pytest
-from virtual_cluster import (
-    TOKEN_S,
-    fail_with,
-    failed,
-    once,
-    one_by_one,
-    play,
-    two_by_two,
-    virtual,
-)
+from virtual_cluster import TOKEN_S, fail_with, failed, once, one_by_one, play, two_by_two
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 

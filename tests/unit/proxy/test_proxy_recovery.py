@@ -17,8 +17,8 @@ from virtual_cluster import (
     play,
     silent_after,
     two_by_two,
-    virtual,
 )
+from virtual_time import virtual
 
 from neuron_di.errors import (
     CapacityError,

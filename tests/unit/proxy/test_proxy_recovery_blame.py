@@ -17,8 +17,8 @@ from virtual_cluster import (
     silent_after,
     slowly,
     two_by_two,
-    virtual,
 )
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.errors import PeerGone, RemoteProtocolError

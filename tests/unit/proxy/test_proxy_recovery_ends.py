@@ -16,8 +16,8 @@ from virtual_cluster import (
     play,
     silent_after,
     two_by_two,
-    virtual,
 )
+from virtual_time import virtual
 
 from neuron_di.clock import Deadline, now_s
 from neuron_di.errors import (

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 from test_proxy_vanished import begun_at, loaded, two_by_two
-from virtual_cluster import virtual
+from virtual_time import virtual
 
 from neuron_di.registry import Snapshot
 from neuron_di.types import Incarnation, WorkerId

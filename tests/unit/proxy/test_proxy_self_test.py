@@ -15,8 +15,8 @@ from virtual_cluster import (
     play,
     silent_after,
     two_by_two,
-    virtual,
 )
+from virtual_time import virtual
 
 from neuron_di.errors import PeerGone, PeerTimeout
 from neuron_di.wire import Released

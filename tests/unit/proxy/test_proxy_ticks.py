@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 import pytest
-from virtual_cluster import virtual
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di_proxy.ticks import look_every

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from virtual_cluster import VirtualCluster, VirtualWorker, virtual
+from virtual_cluster import VirtualCluster, VirtualWorker
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.errors import PeerGone

@@ -1,9 +1,7 @@
 """Recovery, health and self test over workers of memory, on virtual time: hours take no time."""
 
 import asyncio
-import functools
 import itertools
-import logging
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
@@ -16,7 +14,6 @@ from scripted_worker import finished, make_record, make_status, parked, released
 from neuron_di.clock import now_s
 from neuron_di.config import LimitOptions
 from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout
-from neuron_di.testing.virtual_loop import VirtualLoop
 from neuron_di.types import Incarnation, RequestId
 from neuron_di.wire import (
     Failed,
@@ -46,22 +43,6 @@ REQUEST = ChoiceRequest(
     prompt=msgspec.Raw(b'"hi"'),
     sampling=SamplingParams(max_tokens=NUM_TOKENS),
 )
-
-
-def virtual(test):
-    """Run an async test on virtual time. Exceptions that nobody asked for fail it."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        loop = VirtualLoop(callbacks_max=10**6)
-        try:
-            loop.run_until_complete(test(*args, **kwargs))
-            assert loop.errors == []
-        finally:
-            loop.close()
-            logging.disable(logging.NOTSET)  # which closing turned off
-
-    return run
 
 
 class VirtualLeg:

@@ -1,34 +1,17 @@
 """A vanished key is suspicion. On virtual time."""
 
 import asyncio
-import functools
-import logging
 
 import msgspec
 import pytest
+from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.registry import Directory, EmbeddedRegistry, KeyDeleted, Snapshot
 from neuron_di.registry import directory as directory_module
 from neuron_di.registry.directory import KEEP_S
-from neuron_di.testing.virtual_loop import VirtualClock, VirtualLoop
+from neuron_di.testing.virtual_loop import VirtualClock
 from neuron_di.wire import encode_json
-
-
-def virtual(test):
-    """Run an async test on virtual time."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        loop = VirtualLoop(callbacks_max=10**6)
-        try:
-            loop.run_until_complete(test(*args, **kwargs))
-            assert loop.errors == []
-        finally:
-            loop.close()
-            logging.disable(logging.NOTSET)  # which closing turned off
-
-    return run
 
 
 class Told:
