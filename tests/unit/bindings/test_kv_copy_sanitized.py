@@ -1,13 +1,9 @@
 """What is compiled for KV under the address and undefined-behaviour sanitizers."""
 
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+import sanitized
 
 import neuron_di_bindings
 
@@ -149,52 +145,17 @@ print("whole")
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory):
-    """The library, and what to load before Python so that it can be loaded."""
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("there is no gcc")
-    found = subprocess.run(
-        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    )
-    runtime = Path(found.stdout.strip())
-    if not runtime.is_absolute():  # gcc prints the bare name of what it does not have
-        pytest.skip("gcc has no address sanitizer")
-    library = tmp_path_factory.mktemp("sanitized") / "kv_copy.so"
-    flags = ["-std=gnu11", "-O1", "-g", "-fno-omit-frame-pointer", "-shared", "-fPIC"]
-    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    include = f"-I{sysconfig.get_path('include')}"
-    command = [compiler, *flags, *sanitizers, include, "-o", str(library), str(SOURCE)]
-    subprocess.run(command, check=True)
-    return library, runtime
+def library(tmp_path_factory):
+    return sanitized.build(SOURCE, tmp_path_factory.mktemp("sanitized"))
 
 
-def run(sanitized, excess):
-    library, runtime = sanitized
-    # Leaks are Python's own business; its small blocks must come from malloc to be watched.
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": str(runtime),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONMALLOC": "malloc",
-    }
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(library), str(excess)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=100,
-    )
-
-
-def test_random_copies_touch_nothing_that_is_not_theirs(sanitized):
-    done = run(sanitized, 0)
+def test_random_copies_touch_nothing_that_is_not_theirs(library):
+    done = sanitized.run(SCRIPT, library, 0)
     assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr[-2000:]
 
 
-def test_one_byte_too_many_is_found(sanitized):
-    done = run(sanitized, 1)
+def test_one_byte_too_many_is_found(library):
+    done = sanitized.run(SCRIPT, library, 1)
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
     assert "copy_runs" in done.stderr

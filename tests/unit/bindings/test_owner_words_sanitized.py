@@ -1,13 +1,8 @@
 """The owners' words and their maps under the address and undefined-behaviour sanitizers."""
 
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
-import pytest
+import sanitized
 
 import neuron_di_bindings
 
@@ -107,37 +102,9 @@ print("whole")
 
 
 def run(tmp_path, source):
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("there is no gcc")
-    found = subprocess.run(
-        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    )
-    runtime = Path(found.stdout.strip())
-    if not runtime.is_absolute():  # gcc prints the bare name of what it does not have
-        pytest.skip("gcc has no address sanitizer")
-    code, library = tmp_path / "owner_words.c", tmp_path / "owner_words.so"
+    code = tmp_path / "owner_words.c"
     code.write_text(source)
-    flags = ["-std=gnu11", "-O1", "-g", "-fno-omit-frame-pointer", "-shared", "-fPIC"]
-    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    include = f"-I{sysconfig.get_path('include')}"
-    command = [compiler, *flags, *sanitizers, include, "-o", str(library), str(code)]
-    subprocess.run(command, check=True)
-    # Leaks are Python's own business; its small blocks must come from malloc to be watched.
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": str(runtime),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONMALLOC": "malloc",
-    }
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(library)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=100,
-    )
+    return sanitized.run(SCRIPT, sanitized.build(code, tmp_path))
 
 
 def test_no_word_is_touched_that_there_is_not(tmp_path):

@@ -1,15 +1,12 @@
 """Both ways to move runs through a socket, and the compiled one under the address sanitizer."""
 
-import os
-import shutil
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sanitized
 
 from neuron_di.clock import Deadline
 from neuron_di_bindings import socket_runs
@@ -167,30 +164,7 @@ sys.exit(pytest.main([sys.argv[2], "-q", "-k", "compiled", "-p", "no:cacheprovid
 @pytest.mark.timeout(300)
 def test_nothing_outside_is_touched_under_the_address_sanitizer(tmp_path):
     """The tests of this file, with numpy's memory between red zones."""
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc to build it with")
-    asked = subprocess.run(
-        ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    )
-    if not Path(asked.stdout.strip()).is_file():
-        pytest.skip("gcc has no address sanitizer")
-    built = tmp_path / "socket_runs.so"
-    flags = ["-std=gnu11", "-O1", "-g", "-fsanitize=address,undefined", "-fPIC", "-shared"]
-    subprocess.run(["gcc", *flags, "-o", str(built), str(SOURCE)], check=True)
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": asked.stdout.strip(),
-        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",
-        "UBSAN_OPTIONS": "halt_on_error=1",
-        "PYTHONMALLOC": "malloc",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", _EXERCISE, str(built), __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    library = sanitized.build(SOURCE, tmp_path)
+    done = sanitized.run(_EXERCISE, library, __file__, timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
