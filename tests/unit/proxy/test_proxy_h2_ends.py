@@ -95,6 +95,27 @@ async def test_b06_a_connection_without_a_request_ends_whatever_was_before(stack
     assert await proxy.num_running() == 0
 
 
+async def test_who_leaves_with_the_last_byte_of_a_body_has_nothing_computed(cluster):
+    """Of workers that never end an answer by themselves."""
+    head = {":method": "POST", ":path": PATH, ":scheme": "http", ":authority": "a"}
+    head["content-type"] = "application/json"
+    streams = range(1, 21, 2)
+    async with RawClient(cluster.proxy.address) as raw, asyncio.timeout(PATIENCE_S):
+        client = H2Client(raw)
+        for stream in streams:
+            client.state.send_headers(stream, list(head.items()))
+            client.state.send_data(stream, WHOLE)
+        client.ask(21, "/live")
+        await client.until_over(21)  # all of them have begun by now
+        for stream in streams:
+            client.state.end_stream(stream)
+            client.state.reset_stream(stream)
+        client.ask(23, "/live")
+        await client.until_over(23)
+        while await cluster.proxy.num_running():
+            pass
+
+
 async def test_what_was_not_sent_of_broken_streams_is_not_kept(stack, playing, monkeypatch):
     """Though another one goes on, on the same connection."""
     from neuron_di_proxy import hypercorn_side
