@@ -282,7 +282,8 @@ class Proxy(Quart):
     async def _check_head(self) -> None:
         request = _this_request()
         assert request.scope is not None, "it came over ASGI"
-        request.fields = check_headers(list(request.scope["headers"]))
+        bytes_max = self.service.config.front.header_bytes_max
+        request.fields = check_headers(list(request.scope["headers"]), bytes_max)
         request.echoed_id = client_id_of(request.fields) or request.echoed_id
         # A request for tokens is asked for its key by `service.open`.
         if request.method != "POST" or request.path not in HOT_PATHS:

@@ -212,6 +212,9 @@ class _Held(TCPServer):
             if not isinstance(protocol.streams, _Streams):
                 protocol.streams = _Streams(protocol)
                 protocol.stream_buffers = _Buffers(self.context.event_class)
+                decoder = protocol.connection.decoder  # what it refuses ends the whole connection
+                heads_max = 2 * self.config.h2_max_header_list_size
+                decoder.max_header_list_size = max(decoder.max_header_list_size, heads_max)
                 served = _served(protocol, self.writer.transport)
                 protocol._create_stream = served  # type: ignore  # noqa: SLF001, PGH003
                 protocol._priority_updated = _unheeded  # type: ignore  # noqa: SLF001, PGH003

@@ -119,7 +119,7 @@ def drop_empty_lines(received: bytearray) -> None:
 def check_begun(received: bytearray, num_head_bytes: int, bytes_max: int) -> None:
     """Raises for what need not be waited for: HeadTooLarge, or NotHttp for a client's TLS."""
     if num_head_bytes > bytes_max:
-        raise HeadTooLarge(f"the request's head has more than {bytes_max} bytes, the limit")
+        raise _too_long(bytes_max)
     if received.startswith(_TLS_HELLO):
         raise NotHttp("this port speaks HTTP without TLS: use http://")
 
@@ -203,11 +203,13 @@ def _path_of(target: bytes) -> str:
     return path
 
 
-def check_headers(raw: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+def check_headers(raw: Sequence[tuple[bytes, bytes]], bytes_max: int) -> dict[str, str]:
     """Read the headers of a request whose head somebody else took apart, by the same rules.
 
     Returns them by lower-case name. Raises BadRequest or HeadTooLarge.
     """
+    if sum(len(name) + len(value) + len(": \r\n") for name, value in raw) > bytes_max:
+        raise _too_long(bytes_max)
     if len(raw) > HEADERS_MAX:
         raise _too_many()
     headers = _joined(raw)
@@ -226,6 +228,10 @@ def _joined(raw: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
         else:
             headers[name] += ", " + value.decode("latin-1")
     return headers
+
+
+def _too_long(bytes_max: int) -> HeadTooLarge:
+    return HeadTooLarge(f"the request's head has more than {bytes_max} bytes, the limit")
 
 
 def _too_many() -> HeadTooLarge:

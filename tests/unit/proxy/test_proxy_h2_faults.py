@@ -193,6 +193,20 @@ async def test_a_request_that_cannot_be_taken_ends_its_stream_alone(fronts, path
         assert held.protocol.protocol.streams.keys() <= {last}
 
 
+@pytest.mark.parametrize(("limit", "size"), [(4096, 4000), (4096, 4096), (1 << 17, 100_000)])
+async def test_a_head_has_the_limit_that_http_1_has(limit, size):
+    """And one that is larger ends no other request of its connection."""
+    config = config_with(header_bytes_max=limit)
+    async with RunningProxy(config, []) as proxy, RawClient(proxy.address) as raw:
+        client = H2Client(raw)
+        pseudo = {":method": "GET", ":path": "/live", ":scheme": "http", ":authority": "a"}
+        client.state.send_headers(1, [*pseudo.items(), ("x", "y" * size)], end_stream=True)
+        client.ask(3, "/live")
+        for stream in (1, 3):
+            await client.until_over(stream)
+    assert client.statuses == {1: 200 if size < limit else 431, 3: 200}
+
+
 async def test_an_idle_connection_is_asked_for_what_is_unsent_once(fronts, monkeypatch):
     asked = []
     unsent_of = front_connection.unsent_of
