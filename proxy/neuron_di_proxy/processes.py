@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from neuron_di.child import Child, end, run_together
 from neuron_di.clock import Deadline
@@ -17,10 +17,12 @@ from neuron_di.config import ProxyOptions, flags_of
 from neuron_di.errors import ConfigError
 from neuron_di.obs import LaunchReport, get_logger
 from neuron_di.own_folder import OwnFolder
-from neuron_di_proxy.siblings import SiblingPlace
+from neuron_di_proxy.siblings import SiblingPlace, is_heard
 
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0  # beside the drain
+LOOK_INTERVAL_S = 1.0  # between two questions whether a process answers
+UNHEARD_MAX = 5  # in a row: it is frozen
 FOLDER_PREFIX = "neuron-di-proxy-"
 _FOLDER_CHARS_MAX = 107 - len("/63.socket")  # Linux' sun_path, less its end
 
@@ -50,7 +52,7 @@ class FurtherProcesses:
         self._options = options
         self._port = port
         self._meeting = meeting
-        self._watches: list[asyncio.Task[str]] = []
+        self._watches: list[asyncio.Task[Any]] = []
 
     async def __aenter__(self) -> Self:
         """Start them all. Raises what keeps one from starting."""
@@ -77,6 +79,8 @@ class FurtherProcesses:
                 )
                 for child in self._children
             ]
+            for index, child in enumerate(self._children, start=1):
+                self._watches.append(asyncio.create_task(self._end_frozen(child, index)))
             self._stack = stack.pop_all()
         return self
 
@@ -89,6 +93,21 @@ class FurtherProcesses:
             watch.cancel()
         for child in self._children:
             child.terminate()
+
+    async def _end_frozen(self, child: Child, index: int) -> None:
+        """End a process that no longer answers, so that it is started again: the system goes on
+        giving it its part of the connections, whose clients would wait in vain."""
+        num_unheard = 0
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            if not child.is_ready or await is_heard(self.place, index):
+                num_unheard = 0
+                continue
+            num_unheard += 1
+            if num_unheard == UNHEARD_MAX:
+                _log.warning("process_frozen", child=child.name, pid=child.pid)
+                child.kill()
+                num_unheard = 0
 
     async def _end(self) -> None:
         for watch in self._watches:

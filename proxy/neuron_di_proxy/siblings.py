@@ -117,6 +117,11 @@ async def workers_known_to_others(place: SiblingPlace) -> list[WorkerRecord]:
     return max(known, key=len, default=[])
 
 
+async def is_heard(place: SiblingPlace, index: int) -> bool:
+    """Whether that process answers in time."""
+    return bool(await _ask(place.path_of(index), "status"))
+
+
 async def _ask_others(place: SiblingPlace, question: str) -> dict[int, bytes]:
     """What each other process has to say, by its index."""
     others = [index for index in range(place.num_processes) if index != place.index]

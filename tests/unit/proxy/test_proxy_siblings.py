@@ -1,6 +1,8 @@
 """Several processes of one proxy answer as one."""
 
 import asyncio
+import os
+import signal
 import tempfile
 from dataclasses import replace
 
@@ -175,6 +177,21 @@ async def test_an_answer_that_breaks_off_is_none(processes, tmp_path):
         text = (await ours.metrics()).decode()
     assert 'process="2"' not in text
     assert 'process="1"' in text
+
+
+async def test_a_process_that_is_frozen_is_started_again(monkeypatch):
+    """Or each client that the system gives to it would wait in vain."""
+    monkeypatch.setattr("neuron_di_proxy.processes.LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr("neuron_di_proxy.processes.UNHEARD_MAX", 2)
+    options = ProxyOptions(front=FrontOptions(processes=2), prefill_urls=("http://127.0.0.1:1",))
+    options = replace(options, decode_urls=options.prefill_urls, parent_pid=os.getpid())
+    async with asyncio.timeout(60), FurtherProcesses(options, 0, Meeting()) as others:
+        [child] = others._children
+        frozen = child.pid
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)
+        while child.pid in (None, frozen):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_folder_whose_sockets_could_not_be_named_is_refused(tmp_path, monkeypatch):
