@@ -37,10 +37,14 @@ class TenantAccount:
                 f"{self.num_open} requests of this API key's tenant are open, which is its limit",
                 retry_after_s=drain_rate.wait_s(1),
             )
-        if self._requests is not None:
-            _check_rate(self._requests, "requests")
-        if self._tokens is not None:
-            _check_rate(self._tokens, "tokens")
+        wait_s, used_up = 0.0, ""  # whichever lasts longer: the other would refuse it again
+        for limit, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
+            if limit is not None and (needed_s := limit.wait_s(1)) > wait_s:
+                wait_s, used_up = needed_s, kind
+        if used_up:
+            raise RateLimited(
+                f"this API key has used up its {used_up} per minute", retry_after_s=wait_s
+            )
 
     def count_request(self) -> None:
         if self._requests is not None:
@@ -59,12 +63,6 @@ class TenantAccount:
     def crowding(self, further: int = 0) -> float:
         """How much of the queue it has for its weight, or would have with further requests."""
         return (len(self.pending) + further) / self.tenant.weight
-
-
-def _check_rate(limit: RateLimit, kind: str) -> None:
-    wait_s = limit.wait_s(1)
-    if wait_s > 0:
-        raise RateLimited(f"this API key has used up its {kind} per minute", retry_after_s=wait_s)
 
 
 def _changed(limit: RateLimit | None, per_minute: int | None) -> RateLimit | None:

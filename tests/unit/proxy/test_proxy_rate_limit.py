@@ -90,6 +90,19 @@ def test_tokens_count_when_they_are_known_and_then_keep_out(clock):
     admission.arrive(Tenant(name="b")).close()  # no limit, nothing to count
 
 
+@pytest.mark.parametrize(("num_tokens", "used_up"), [(1000, "tokens"), (101, "requests")])
+def test_who_comes_back_when_told_is_refused_for_no_other_rate(clock, num_tokens, used_up):
+    tenant = Tenant(name="a", requests_per_minute=2, tokens_per_minute=100)
+    admission = Admission(LimitOptions(), lambda: 1)
+    for _ in range(2):
+        admission.arrive(tenant).close()
+    admission.spend(tenant, num_tokens)
+    with pytest.raises(RateLimited, match=f"{used_up} per minute") as refused:
+        admission.arrive(tenant)
+    clock.now_s += refused.value.retry_after_s + 0.001
+    admission.arrive(tenant)
+
+
 def test_limits_that_change_while_the_proxy_runs_count_at_once(clock):
     admission = Admission(LimitOptions(), lambda: 8)
     ticket = admission.arrive(Tenant(name="a"))
