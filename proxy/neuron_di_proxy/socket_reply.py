@@ -156,6 +156,8 @@ class SocketReply:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked and data else data
 
     def _write(self, data: bytes) -> None:
+        if self._transport.is_closing():  # it would log a warning for each piece
+            return
         self._outlet.write(data)
         if len(data) > LARGE_PIECE_BYTES:
             self._num_large_bytes += len(data)

@@ -11,7 +11,10 @@ from running_proxy import AT_ONCE, RunningProxy
 
 from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di.errors import ConfigError
+from neuron_di_proxy.reply import EVENT_STREAM
 from neuron_di_proxy.server import tls_context
+from neuron_di_proxy.socket_reply import SocketReply
+from neuron_di_proxy.token_lane import outlet_of
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
 
@@ -107,3 +110,16 @@ def test_what_is_wrong_with_the_files_is_said(pem, cert, key, said):
 
 def test_without_files_there_is_no_tls():
     assert tls_context(ProxyOptions()) is None
+
+
+async def test_a_client_that_leaves_is_nothing_to_warn_of(secure, pem, caplog):
+    """Whatever its workers say until that is noticed."""
+    async with RawClient(secure.address, client_tls(pem)) as raw:
+        transport = raw.writer.transport  # one end is as good as the other
+        reply = SocketReply(transport, outlet_of(transport), is_chunked=True, closes=False)
+        reply.begin(200, [EVENT_STREAM], length=None)
+        transport.close()
+        for _ in range(20):
+            reply.write(b"data: x\n\n")
+        reply.end()
+    assert caplog.messages == []
