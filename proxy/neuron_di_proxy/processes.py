@@ -17,7 +17,7 @@ from neuron_di.config import ProxyOptions, flags_of
 from neuron_di.errors import ConfigError
 from neuron_di.obs import LaunchReport, get_logger
 from neuron_di.own_folder import OwnFolder
-from neuron_di_proxy.siblings import SiblingPlace, is_heard
+from neuron_di_proxy.siblings import SiblingPlace, is_silent
 
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0  # beside the drain
@@ -100,14 +100,11 @@ class FurtherProcesses:
         num_unheard = 0
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
-            if not child.is_ready or await is_heard(self.place, index):
-                num_unheard = 0
-                continue
-            num_unheard += 1
+            is_unheard = child.is_ready and await is_silent(self.place, index)
+            num_unheard = num_unheard + 1 if is_unheard else 0
             if num_unheard == UNHEARD_MAX:
                 _log.warning("process_frozen", child=child.name, pid=child.pid)
                 child.kill()
-                num_unheard = 0
 
     async def _end(self) -> None:
         for watch in self._watches:

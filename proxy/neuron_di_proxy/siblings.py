@@ -20,6 +20,7 @@ from neuron_di_proxy.status import ProxyStatus, report_proxy
 
 ANSWER_TIMEOUT_S = 2.0
 QUESTION_BYTES_MAX = 1024
+_NO_ANSWER = (OSError, ValueError, EOFError)  # the last two: it died meanwhile. TimeoutError, too
 
 _receipt_decoder = msgspec.json.Decoder(Receipt)
 _status_decoder = msgspec.json.Decoder(ProxyStatus)
@@ -117,9 +118,16 @@ async def workers_known_to_others(place: SiblingPlace) -> list[WorkerRecord]:
     return max(known, key=len, default=[])
 
 
-async def is_heard(place: SiblingPlace, index: int) -> bool:
-    """Whether that process answers in time."""
-    return bool(await _ask(place.path_of(index), "status"))
+async def is_silent(place: SiblingPlace, index: int) -> bool:
+    """Whether that process does not answer in time. Who cannot be asked, as where no descriptor
+    is left here, is not silent."""
+    try:
+        await _answer_of(place.path_of(index), "status")
+    except TimeoutError:
+        return True
+    except _NO_ANSWER:
+        return False
+    return False
 
 
 async def _ask_others(place: SiblingPlace, question: str) -> dict[int, bytes]:
@@ -131,16 +139,20 @@ async def _ask_others(place: SiblingPlace, question: str) -> dict[int, bytes]:
 
 async def _ask(path: Path, question: str) -> bytes:
     try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(path)
-            try:
-                writer.write(f"{question}\n".encode())
-                num_bytes = int(await reader.readline())
-                return await reader.readexactly(num_bytes)
-            finally:
-                writer.close()
-    except (OSError, TimeoutError, ValueError, EOFError):  # the last two: it died meanwhile
+        return await _answer_of(path, question)
+    except _NO_ANSWER:
         return b""
+
+
+async def _answer_of(path: Path, question: str) -> bytes:
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        reader, writer = await asyncio.open_unix_connection(path)
+        try:
+            writer.write(f"{question}\n".encode())
+            num_bytes = int(await reader.readline())
+            return await reader.readexactly(num_bytes)
+        finally:
+            writer.close()
 
 
 def join_metrics(texts: Mapping[int, bytes]) -> bytes:

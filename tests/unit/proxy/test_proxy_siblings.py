@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import resource
 import signal
+import socket
 import tempfile
 from dataclasses import replace
 
@@ -20,6 +22,7 @@ from neuron_di_proxy.siblings import (
     QUESTION_BYTES_MAX,
     SiblingPlace,
     Siblings,
+    is_silent,
     join_metrics,
     workers_known_to_others,
 )
@@ -161,6 +164,24 @@ async def test_a_process_that_says_nothing_is_left_out(processes, tmp_path, monk
     silent = await asyncio.start_unix_server(say_nothing, tmp_path / "2.socket")
     async with silent:
         assert len(await processes[0][1].statuses()) == 1
+
+
+async def test_who_cannot_be_asked_is_not_taken_for_frozen(tmp_path, monkeypatch):
+    """A process that lacks a descriptor itself must not end the others."""
+    monkeypatch.setattr("neuron_di_proxy.siblings.ANSWER_TIMEOUT_S", 0.1)
+    place = SiblingPlace(folder=str(tmp_path), index=0, num_processes=3)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as frozen:
+        frozen.bind(str(place.path_of(1)))
+        frozen.listen()
+        assert await is_silent(place, 1)
+        assert not await is_silent(place, 2)  # there is none
+        os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            assert not await is_silent(place, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def test_an_answer_that_breaks_off_is_none(processes, tmp_path):
