@@ -144,7 +144,9 @@ def changing_key_file(path: Path, *, may_be_new: bool = False) -> Iterator[dict[
                 os.fchown(handle, former.st_uid, former.st_gid)
                 os.fchmod(handle, former.st_mode & 0o640)
             tables = (_table(key_id, record) for key_id, record in keys.items())
-            file.write("\n".join([_HEAD, *tables]).encode())
+            content = "\n".join([_HEAD, *tables]).encode()
+            _decode(content, path)  # what nobody could read again must not replace what is there
+            file.write(content)
             file.flush()
             os.fsync(handle)
         new.replace(path)

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from neuron_di.cli import main
-from neuron_di_proxy.key_file import KeyRecord, changing_key_file, make_key, read_key_file
+from neuron_di_proxy.key_file import (
+    KEYS_MAX,
+    KeyRecord,
+    changing_key_file,
+    make_key,
+    read_key_file,
+)
 from neuron_di_proxy.keys import Keys
 
 
@@ -94,6 +100,16 @@ def write_keys(path: Path) -> None:
     key_id, _, digest = make_key()
     with changing_key_file(path, may_be_new=True) as keys:
         keys[key_id] = KeyRecord(tenant="team", sha256=digest)
+
+
+def test_a_key_too_many_leaves_the_file_as_it_can_be_read(capsys, file):
+    with changing_key_file(Path(file), may_be_new=True) as keys:
+        record = KeyRecord(tenant="alice", sha256="0" * 64)
+        keys |= {f"{number:012x}": record for number in range(KEYS_MAX)}
+    code, text, words = run(capsys, "create", file, "alice")
+    assert (code, text) == (2, "")
+    assert f"more than {KEYS_MAX}" in words
+    assert len(read_key_file(Path(file))) == KEYS_MAX
 
 
 def test_who_writes_at_the_same_time_brings_nothing_back(tmp_path, capsys):
