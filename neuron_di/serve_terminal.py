@@ -13,11 +13,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Ta
 from rich.text import Text
 
 from neuron_di.config import ServeOptions
-from neuron_di.obs import LaunchReport
+from neuron_di.obs import LaunchReport, get_logger
 from neuron_di.obs.log_stream import LogStream
+from neuron_di.obs.logging import LogFormat
 from neuron_di.serve import Fleet
 from neuron_di.stop_signals import stop_on_hangup
 from neuron_di.terminal_text import printable
+
+_log = get_logger(__name__)
 
 
 class Terminal(Console):
@@ -42,6 +45,15 @@ class _Unwaiting(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self._stream.write_text(text)
+        return len(text)
+
+
+class _LogLines(io.TextIOBase):
+    """Where standard error is a log of JSON: what reads that takes no other lines."""
+
+    def write(self, text: str) -> int:
+        for line in filter(None, map(str.strip, text.splitlines())):
+            _log.info("said", words=line)
         return len(text)
 
 
@@ -86,7 +98,7 @@ async def serve_until_stopped(options: ServeOptions) -> int:
 
     Returns the exit code: 1 when the fleet could not go on, 130 when the drain was cut short.
     """
-    console = Terminal()
+    console = _terminal(options.log.log_format)
     stop, stop_at_once = _signals()
     with LoadProgress(console) as progress:
         fleet = Fleet(options, progress.on_report, partial(_say, console))
@@ -112,6 +124,10 @@ async def serve_until_stopped(options: ServeOptions) -> int:
             task.cancel()
         code = await _end(fleet.__aexit__(None, None, None), fleet, stop_at_once) or code
     return code
+
+
+def _terminal(log_format: LogFormat) -> Terminal:
+    return Terminal(cast("TextIO", _LogLines()) if log_format == "json" else None)
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:

@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import logging
 import os
 from types import SimpleNamespace
 
@@ -43,6 +44,20 @@ def test_a_models_name_is_said_as_it_is(name):
     fleet = SimpleNamespace(model_name=name, url="http://[::1]:8000", pids=lambda: {"p": 1})
     serve_terminal._say_ready(Terminal(file), fleet)
     assert file.getvalue().startswith(f"serving {name} at http://[::1]:8000/v1\n  p (pid 1)\n")
+
+
+def test_what_is_said_beside_a_log_of_json_is_in_it(caplog):
+    caplog.set_level(logging.INFO)
+    fleet = SimpleNamespace(model_name="tiny", url="http://[::1]:8000", pids=lambda: {"p": 1})
+    serve_terminal._say_ready(serve_terminal._terminal("json"), fleet)
+    assert [each.event_fields for each in caplog.records] == [
+        {"event": "said", "words": "serving tiny at http://[::1]:8000/v1"},
+        {"event": "said", "words": "p (pid 1)"},
+        {
+            "event": "said",
+            "words": "neuron-di status --url http://[::1]:8000      Ctrl-C drains and stops",
+        },
+    ]
 
 
 @pytest.mark.parametrize("style", ["", "red"])
