@@ -59,6 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read, say `head`, has seen enough
         _write_no_more()
         return 0
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return 0  # rich has done the same
     except OSError as error:
         if error.errno not in _CANNOT_WRITE:
             raise

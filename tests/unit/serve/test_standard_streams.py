@@ -64,6 +64,20 @@ def test_a_terminal_that_spells_ascii_only_gets_the_rest_replaced():
     assert "aaaa?" in done.stdout
 
 
+def test_a_reader_of_a_table_that_has_seen_enough_is_no_failure():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with ProxyDouble() as proxy, os.fdopen(writing, "wb") as output:
+        proxy.status = report(WorkerReport(record=record("decode", 0)))
+        done = subprocess.run(
+            [*START, "status", "--url", proxy.url],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_folder_that_was_deleted_is_named(tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
