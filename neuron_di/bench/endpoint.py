@@ -227,7 +227,8 @@ class _Probe:
         return await self._send(self._client.request("POST", self._path, body))
 
     async def _send(self, request: bytes) -> Heard:
-        heard = await self._client.send(request, PROBE_TIMEOUT_S)
+        timeout_s = min(PROBE_TIMEOUT_S, self._settings.timeout_s)
+        heard = await self._client.send(request, timeout_s)
         if heard.end in ("connection", "timeout"):
             raise ConfigError(f"{self._url} cannot be reached: {heard.why}")
         if heard.status in (401, 403):

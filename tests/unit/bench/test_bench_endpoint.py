@@ -183,10 +183,13 @@ async def test_a_silent_server_is_given_up():
 
     server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
     async with server:
-        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = HttpClient(url)
         heard = await client.send(client.request("GET", "/"), 0.05)
         assert heard.end == "timeout"
         await client.close()
+        with pytest.raises(ConfigError, match=r"not over after 0\.05 s"):
+            await find(url, timeout_s=0.05)
 
 
 async def test_a_run_that_is_over_before_its_first_request_took_no_time():
