@@ -10,7 +10,7 @@ from neuron_di.config import DoctorOptions, FrontOptions, connections_within
 from neuron_di.config.control_group import core_quota, memory_limit
 from neuron_di.config.descriptor_limit import DESCRIPTORS_MIN
 from neuron_di.doctor.amounts import counted, in_bytes
-from neuron_di.doctor.finding import Fact, Finding, Need
+from neuron_di.doctor.finding import Fact, Finding, Grade, Need
 from neuron_di.doctor.machine import Machine, Room
 
 MEMORY_BYTES_MIN = 1 << 30  # torch and a small model, in two workers
@@ -29,11 +29,13 @@ class Limit:
 
 def check(machine: Machine, options: DoctorOptions) -> Iterator[Finding]:
     """Of everything one finding, OK where nothing is wrong."""
-    yield _system(machine)
-    yield _cores(machine)
-    yield _memory(machine)
-    yield _descriptors(machine)
-    yield _locked_memory(machine)
+    system = _system(machine)
+    yield system
+    if system.grade is not Grade.FAILED:  # else there is no /proc, which says all of these
+        yield _cores(machine)
+        yield _memory(machine)
+        yield _descriptors(machine)
+        yield _locked_memory(machine)
     yield _shared_memory(machine)
     yield _huge_pages(machine)
     yield from _disks(machine)
