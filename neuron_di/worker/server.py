@@ -18,7 +18,7 @@ from neuron_di.errors import (
     NeuronDiError,
     WorkerFailed,
 )
-from neuron_di.obs import get_logger
+from neuron_di.obs import LimitedLogger, get_logger
 from neuron_di.wire import (
     Decoder,
     Failed,
@@ -40,6 +40,7 @@ from neuron_di.worker.tokenize_api import add_tokenize_routes
 from neuron_di.worker.worker import Worker
 
 _log = get_logger(__name__)
+_limited = LimitedLogger(__name__)  # a client's wrong requests fail legs, too
 
 BACKLOG = 1024
 
@@ -115,7 +116,7 @@ class LegAnswers:
             if not isinstance(event, Finished | Released | Failed):
                 raise LocalProtocolError("the leg ended without its last event")
         except NeuronDiError as error:
-            _log.info("leg_failed", kind=kind, code=error.code)
+            _limited.info("leg_failed", kind=kind, code=error.code)
             say(failed(error))
         except Exception:
             _log.exception("leg_crashed", kind=kind)

@@ -1,6 +1,7 @@
 """The worker's port: legs and HTTP side by side, and how each leg ends."""
 
 import asyncio
+import logging
 import socket
 
 import aiohttp
@@ -71,6 +72,17 @@ async def test_a_leg_that_fails_says_why():
     failed = await failure(raises_an_error)
     assert (failed.code, failed.message, failed.param) == ("kv_missing", "it is not here", "p")
     assert (failed.http_status, failed.fault) == (502, "peer")
+
+
+async def test_many_legs_that_fail_do_not_fill_the_log(caplog):
+    caplog.set_level(logging.INFO)
+    answers = LegAnswers({"whole": (prefill_leg_decoder, raises_an_error)})
+    document = encode_json(prefill_leg("r"))
+    async with LinkServer(open_here=answers.open) as server, RawLink(server.port) as link:
+        for number in range(50):
+            link.send(OpenLeg(number, "whole", document))
+            await events_of(link, number)
+    assert sum(each.message == "leg_failed" for each in caplog.records) < 50
 
 
 @pytest.mark.parametrize("run", [crashes, stops_short])
