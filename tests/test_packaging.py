@@ -72,3 +72,35 @@ def test_the_source_roots_are_no_packages() -> None:
     """A top-level `proxy` would shadow, or be shadowed by, another project's."""
     for folder in ("proxy", "runtime_bindings"):
         assert not (ROOT / folder / "__init__.py").exists()
+
+
+def made_venv(folder: Path, extra: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """How `.ci/make-venv` ended in a folder that has no more than it reads."""
+    (folder / ".ci").mkdir()
+    for name in (".ci/make-venv", "pyproject.toml"):
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    command = ["bash", folder / ".ci/make-venv", extra]
+    env = os.environ | environ
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def program(path: Path, words: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{words}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_no_environment_is_made_of_a_python_that_is_too_old(tmp_path: Path) -> None:
+    old = program(tmp_path / "python3.10", '[ "$1" = -m ] && mkdir -p "$3/bin"')
+    made = made_venv(tmp_path, "demo", PYTHON=old)
+    assert made.returncode == 1
+    assert f"{old} is no Python 3.11 or newer: name one with PYTHON=" in made.stderr
+    assert not (tmp_path / ".venv/bin").exists()
+
+
+def test_an_environment_whose_packages_are_unknown_is_not_said_to_be_made(tmp_path: Path) -> None:
+    program(tmp_path / ".venv/bin/pip", "exit 0")
+    program(tmp_path / ".venv/bin/python", f'[ "$1" = - ] || exit 0; exec {sys.executable} "$@"')
+    assert made_venv(tmp_path, "dmeo").returncode == 1
+    assert not (tmp_path / ".venv/dmeo").exists()
