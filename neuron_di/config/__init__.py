@@ -28,6 +28,7 @@ from neuron_di.config.options import (
     WorkerOptions,
 )
 from neuron_di.config.routing import RoutingOptions, RoutingPolicy
+from neuron_di.config.thread_limit import require_threads
 from neuron_di.config.transfer import TransferOptions
 from neuron_di.config.worker_addresses import WorkerAddressOptions
 
@@ -66,5 +67,6 @@ __all__ = [
     "raise_descriptor_limit",
     "refused_variables",
     "require_address",
+    "require_threads",
     "usable_cores",
 ]

@@ -18,6 +18,7 @@ from neuron_di.config import (
     is_loopback,
     raise_descriptor_limit,
     require_address,
+    require_threads,
 )
 from neuron_di.errors import ConfigError
 from neuron_di.etcd import RegistryLike, open_registry
@@ -52,6 +53,7 @@ def run_worker(options: WorkerOptions) -> None:
     raise_descriptor_limit()
     if options.core is not None:
         _pin(options.core, options.engine.tp)
+    require_threads(computes=True)
     is_child = options.parent_pid is not None
 
     def on_progress(done_bytes: int, total_bytes: int) -> None:

@@ -20,6 +20,7 @@ from neuron_di.config import (
     connections_within,
     is_loopback,
     raise_descriptor_limit,
+    require_threads,
 )
 from neuron_di.errors import ConfigError
 from neuron_di.etcd import open_registry
@@ -41,6 +42,7 @@ _log = get_logger(__name__)
 def run_proxy(options: ProxyOptions) -> None:
     """Run the proxy until SIGTERM or SIGINT; it drains first. ConfigError if it cannot start."""
     limit = raise_descriptor_limit()
+    require_threads()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(options, limit))
 
