@@ -25,7 +25,7 @@ from neuron_di.wire.admin import (
     role_outcome_decoder,
     role_ticket_decoder,
 )
-from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.failure import LegFailed, gone
 
 ANSWER_TIMEOUT_S = 10.0  # between two lines, of which there is one each second
 
@@ -107,7 +107,7 @@ class AdminLink:
         except TimeoutError:
             raise PeerTimeout(f"worker {worker_id} did not answer in time") from None
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
-            raise PeerGone(f"worker {worker_id} is gone ({type(error).__name__})") from None
+            raise gone(worker_id, error) from None
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:

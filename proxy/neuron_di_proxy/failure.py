@@ -1,5 +1,6 @@
 """Failures as clients see them: a whole response, or the last event of one that stops midway."""
 
+import os
 import re
 from collections.abc import Sequence
 from math import ceil
@@ -7,7 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from neuron_di.errors import LocalProtocolError, NeuronDiError, PeerError
+from neuron_di.errors import LocalProtocolError, NeuronDiError, PeerError, PeerGone
+from neuron_di.types import WorkerId
 from neuron_di.wire import Failed
 
 RETRY_AFTER_S = 1  # where nothing is known of when
@@ -27,6 +29,13 @@ _PLACES = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+
+
+def gone(worker_id: WorkerId, error: Exception) -> PeerGone:
+    """A worker that could not be reached, and why: that may be for want of a descriptor here."""
+    number = getattr(error, "errno", None) or 0  # below 0 where it was a name that led nowhere
+    words = os.strerror(number) if number > 0 else type(error).__name__
+    return PeerGone(f"worker {worker_id} is gone ({words})")
 
 
 class LegFailed(PeerError):

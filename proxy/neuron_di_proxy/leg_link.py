@@ -54,7 +54,7 @@ from neuron_di.wire.leg_link import (
     encode_open,
     told_decoder,
 )
-from neuron_di_proxy.failure import LegFailed
+from neuron_di_proxy.failure import LegFailed, gone
 from neuron_di_proxy.ticks import look_every
 from neuron_di_proxy.token_lane import Lane, LinkReader, relay_told
 from neuron_di_proxy.workers import Hear
@@ -322,7 +322,7 @@ class LegLink(LinkReader, asyncio.Protocol):
         except TimeoutError:
             self.end(PeerTimeout(f"worker {self._worker_id} cannot be reached in time"))
         except (OSError, UnicodeError) as error:  # idna refuses some host names
-            self.end(PeerGone(f"worker {self._worker_id} is gone ({type(error).__name__})"))
+            self.end(gone(self._worker_id, error))
 
     def _watch(self) -> None:
         """Say that we live, and see whether the worker does.

@@ -14,6 +14,7 @@ from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout, RemoteProtoco
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus, encode_json, status_decoder
 from neuron_di.wire.codec import LEG_BYTES_MAX
+from neuron_di_proxy.failure import gone
 from neuron_di_proxy.leg_link import LegLink, document_of
 from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.token_lane import Lane
@@ -211,7 +212,7 @@ def _as_peer_error(worker_id: WorkerId) -> Iterator[None]:
         OSError,
         UnicodeError,  # idna refuses some host names
     ) as error:
-        raise PeerGone(f"worker {worker_id} is gone ({type(error).__name__})") from None
+        raise gone(worker_id, error) from None
     except aiohttp.ClientError as error:
         raise RemoteProtocolError(
             f"worker {worker_id} does not speak HTTP ({type(error).__name__})"

@@ -1,6 +1,8 @@
 """The proxy's client of workers: legs over real links, status over real HTTP."""
 
 import asyncio
+import os
+import resource
 import socket
 
 import pytest
@@ -122,6 +124,22 @@ def deaf_address():
         yield address
         for each in waiting:
             each.close()
+
+
+async def test_that_no_descriptor_is_left_here_is_no_word_on_the_worker(client, worker):
+    ear = Ear()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        client.open_leg(worker.record, "decode", MESSAGE).open(ear)
+        error = await ear.next()
+        with pytest.raises(PeerGone, match="Too many open files"):
+            await client.status(worker.record)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert isinstance(error, PeerGone)
+    assert error.message == "worker d1 is gone (Too many open files)"
 
 
 async def test_a_worker_that_cannot_be_reached_in_time(deaf_address):
