@@ -118,9 +118,16 @@ class LegAnswers:
         except NeuronDiError as error:
             _limited.info("leg_failed", kind=kind, code=error.code)
             say(failed(error))
-        except Exception:
+        except Exception as error:
             _log.exception("leg_crashed", kind=kind)
-            say(failed(LocalProtocolError("internal error")))
+            say(failed(_crash(error)))
+
+
+def _crash(error: Exception) -> NeuronDiError:
+    """A bug would be met on any worker; a thread that the system refuses us another may get."""
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return WorkerFailed("this worker can start no further thread: a limit is reached here")
+    return LocalProtocolError("internal error")
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import threading
 
 import aiohttp
 import pytest
@@ -90,6 +91,20 @@ async def test_a_leg_that_ends_by_a_bug_says_only_that(run):
     failed = await failure(run)
     assert failed.code == "internal_error"
     assert "secret" not in failed.message
+
+
+async def test_a_leg_that_gets_no_thread_may_go_on_elsewhere():
+    async def starts_one(leg):
+        before = threading.stack_size(1 << 48)  # more than there are addresses
+        try:
+            await asyncio.to_thread(int)
+        finally:
+            threading.stack_size(before)
+        yield FINISHED
+
+    failed = await failure(starts_one)
+    assert (failed.code, failed.retryable) == ("worker_failed", True)
+    assert "no further thread" in failed.message
 
 
 async def test_a_worker_that_drains_refuses():
