@@ -224,7 +224,8 @@ class Child:
                 self._reader = asyncio.create_task(self._read_on(lines))
                 return report
         code = await process.wait()
-        raise PeerGone(f"{self._ended(code)} before it was ready")
+        hint = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
+        raise PeerGone(f"{self._ended(code)} before it was ready{hint}")
 
     def _ended(self, code: int) -> str:
         how = f"ended with code {code}" if code >= 0 else f"was ended by signal {-code}"
