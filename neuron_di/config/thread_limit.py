@@ -1,5 +1,6 @@
 """How many threads this process may have."""
 
+import os
 import threading
 
 from neuron_di.config.control_group import usable_cores
@@ -12,9 +13,9 @@ def require_threads(*, computes: bool = False) -> None:
     """ConfigError where there cannot be as many threads as this process needs.
 
     Libraries that are refused one later abort the process without a word of ours. Who `computes`
-    has a tokenizer, which starts one per core.
+    has a tokenizer, too.
     """
-    num = THREADS_MIN + (usable_cores() if computes else 0)
+    num = THREADS_MIN + (_tokenizer_threads() if computes else 0)
     over = threading.Event()
     started: list[threading.Thread] = []
     try:
@@ -32,3 +33,12 @@ def require_threads(*, computes: bool = False) -> None:
         over.set()
         for thread in started:
             thread.join()
+
+
+def _tokenizer_threads() -> int:
+    """One per core, unless an operator told its library otherwise by that one's own variables."""
+    parallel = os.environ.get("TOKENIZERS_PARALLELISM", "on").lower()
+    if parallel in ("", "off", "false", "f", "no", "n", "0"):
+        return 0
+    said = os.environ.get("RAYON_NUM_THREADS", "")
+    return (said.isdecimal() and int(said)) or usable_cores()

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
 from neuron_di.config import require_threads
+from neuron_di.errors import ConfigError
 
 SCRIPT = """
 import resource, threading
@@ -33,3 +36,17 @@ def test_too_few_are_said_with_the_limit_to_raise() -> None:
 
 def test_who_may_have_them_starts() -> None:
     require_threads(computes=True)
+
+
+def test_what_a_tokenizer_is_told_to_start_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threading.Thread.start", _refused)
+    monkeypatch.setenv("RAYON_NUM_THREADS", "5")
+    with pytest.raises(ConfigError, match="at least 13:"):
+        require_threads(computes=True)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    with pytest.raises(ConfigError, match="at least 8:"):
+        require_threads(computes=True)
+
+
+def _refused(_: object) -> None:
+    raise RuntimeError("can't start new thread")
