@@ -89,7 +89,7 @@ def _record(
         if fields or flags.operator:
             raise ConfigError(
                 f"tenant {flags.name} has keys already, and a new one gets their limits. "
-                f"Mend: give no limits, or edit {path}"
+                f"Mend: give no limits and no --operator, or edit {path}"
             )
         record = msgspec.structs.replace(former[0], expires=None)
         fields = msgspec.structs.asdict(record)

@@ -145,9 +145,11 @@ class _Probe:
             (wanted,) = by_name
         if wanted is None:
             if not by_name:
+                is_empty = heard.status == 200  # as of a proxy that knows no worker yet
+                words = "wait until it serves one" if is_empty else "give the address up to /v1"
                 raise ConfigError(
-                    f"{self._url} lists no models ({explain(heard)}): give the address up to "
-                    "/v1, or the model's name with --model"
+                    f"{self._url} lists no models ({explain(heard)}): {words}, or give the model's "
+                    "name with --model"
                 )
             raise ConfigError(
                 f"{self._url} lists {len(by_name)} models: name one with --model, "

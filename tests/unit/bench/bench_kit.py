@@ -86,11 +86,13 @@ async def whole_answer(request: web.Request, body: dict) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def endpoint(handler: Handler = whole_answer, **info: object) -> AsyncIterator[str]:
-    """The URL of an endpoint with one model, `info` beside its name. It does not tokenise."""
+async def endpoint(
+    handler: Handler = whole_answer, *, num_models: int = 1, **info: object
+) -> AsyncIterator[str]:
+    """The URL of an endpoint, `info` beside its model's name. It does not tokenise."""
 
     async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "made-up", **info}]})
+        return web.json_response({"data": [{"id": "made-up", **info}] * num_models})
 
     async def complete(request: web.Request) -> web.StreamResponse:
         return await handler(request, await request.json())

@@ -79,6 +79,9 @@ async def test_what_lists_no_models_is_told_with_its_answer():
     async with endpoint() as url:
         with pytest.raises(ConfigError, match=r"lists no models \(status 404\): give the address"):
             await find(url + "/v1/completions")
+    async with endpoint(num_models=0) as url:  # as a proxy before its first worker
+        with pytest.raises(ConfigError, match=r"lists no models \(status 200\): wait until"):
+            await find(url)
 
 
 async def test_nobody_is_there():
