@@ -285,6 +285,7 @@ class Fleet:
             host=options.host,
             port=options.port,
             etcd=options.etcd,
+            hang_timeout_s=options.hang_timeout_s,
             parent_pid=os.getpid(),
             front=options.front,
             limits=options.limits,

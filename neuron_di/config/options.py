@@ -179,9 +179,9 @@ def _tp(role: str) -> Any:
 
 def _hang_timeout() -> Any:
     return option(
-        "seconds that one step of a worker, or one turn of its event loop, may take before the "
-        "worker logs where it hangs and ends; after a fifth of this its requests go elsewhere; "
-        "none: it may hang",
+        "seconds that a worker's step, or a turn of a process' event loop, may take before the "
+        "process logs where it hangs and ends; after a fifth of this a step's requests go "
+        "elsewhere; none: it may hang",
         default=300.0,
         at_least=1,
         at_most=86_400,
@@ -303,6 +303,7 @@ class ProxyOptions:
     decode_urls: tuple[str, ...] = option(
         "decode workers that do not announce themselves", default=(), form="http://HOST:PORT"
     )
+    hang_timeout_s: float | None = _hang_timeout()
     parent_pid: int | None = _parent_pid()
     sibling_index: int = option(
         "which of several proxy processes this is", default=0, at_least=0, hidden=True

@@ -25,6 +25,7 @@ from neuron_di.config import (
 from neuron_di.errors import ConfigError
 from neuron_di.etcd import open_registry
 from neuron_di.obs import get_logger, say
+from neuron_di.obs.hang_watch import watching_for_hangs
 from neuron_di.registry import Directory as RegistryDirectory
 from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer, keep_s_for
 from neuron_di.stop_signals import stop_on_signals
@@ -37,6 +38,8 @@ from neuron_di_proxy.static_directory import StaticDirectory
 from neuron_di_proxy.ticks import look_every
 
 _log = get_logger(__name__)
+
+HANG_INTERVAL_S = 10.0  # who is idle is to sleep
 
 
 def run_proxy(options: ProxyOptions) -> None:
@@ -161,9 +164,10 @@ async def _run(options: ProxyOptions, descriptors: int) -> None:
         allocator = Allocator()
         if allocator.keep_freed():
             stack.callback(look_every(LOOK_INTERVAL_S, allocator.give_back))
-        await serve(
-            config, directory, sock, stop, place=place, on_ready=on_ready, is_orphan=is_orphan
-        )
+        async with watching_for_hangs(lambda: None, options.hang_timeout_s, HANG_INTERVAL_S):
+            await serve(
+                config, directory, sock, stop, place=place, on_ready=on_ready, is_orphan=is_orphan
+            )
 
 
 async def _drain_with(stop: asyncio.Event, others: FurtherProcesses) -> None:
