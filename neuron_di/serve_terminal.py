@@ -115,6 +115,7 @@ async def serve_until_stopped(options: ServeOptions) -> int:
         _say_ready(console, fleet)
         await asyncio.wait({lost, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
+            _log.error("fleet_lost", reason=lost.result())
             _say(console, f"{lost.result()}; stopping", "red")
             code = 1
         else:

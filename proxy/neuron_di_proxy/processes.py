@@ -22,7 +22,7 @@ from neuron_di_proxy.siblings import SiblingPlace, is_silent
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0  # beside the drain
 LOOK_INTERVAL_S = 1.0  # between two questions whether a process answers
-UNHEARD_MAX = 5  # in a row: it is frozen
+SILENT_MAX = 5  # in a row: it is frozen
 FOLDER_PREFIX = "neuron-di-proxy-"
 _FOLDER_CHARS_MAX = 107 - len("/63.socket")  # Linux' sun_path, less its end
 
@@ -97,12 +97,12 @@ class FurtherProcesses:
     async def _end_frozen(self, child: Child, index: int) -> None:
         """End a process that no longer answers, so that it is started again: the system goes on
         giving it its part of the connections, whose clients would wait in vain."""
-        num_unheard = 0
+        num_silent = 0
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
-            is_unheard = child.is_ready and await is_silent(self.place, index)
-            num_unheard = num_unheard + 1 if is_unheard else 0
-            if num_unheard == UNHEARD_MAX:
+            was_silent = child.is_ready and await is_silent(self.place, index)
+            num_silent = num_silent + 1 if was_silent else 0
+            if num_silent == SILENT_MAX:
                 _log.warning("process_frozen", child=child.name, pid=child.pid)
                 child.kill()
 

@@ -97,7 +97,9 @@ async def test_without_its_proxy_it_ends(llama: Path) -> None:
     async with command("serve", str(llama), "--combined", "--port=0", "--threads=1") as serving:
         url = (await said(serving, r"serving tiny-llama at (http://\S+)/v1$"))[1]
         os.kill((await _pids(url))["proxy"], signal.SIGKILL)
-        await said(serving, r"^proxy was ended by signal 9; stopping$")
+        words = "proxy was ended by signal 9"
+        await said(serving, f'level=error .*event=fleet_lost reason="{words}"')
+        await said(serving, f"^{words}; stopping$")
         await asyncio.wait_for(serving.communicate(), 60)
         assert serving.returncode == 1
         assert children_of(serving.pid) == []

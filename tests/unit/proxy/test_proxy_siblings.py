@@ -203,7 +203,7 @@ async def test_an_answer_that_breaks_off_is_none(processes, tmp_path):
 async def test_a_process_that_is_frozen_is_started_again(monkeypatch):
     """Or each client that the system gives to it would wait in vain."""
     monkeypatch.setattr("neuron_di_proxy.processes.LOOK_INTERVAL_S", 0.1)
-    monkeypatch.setattr("neuron_di_proxy.processes.UNHEARD_MAX", 2)
+    monkeypatch.setattr("neuron_di_proxy.processes.SILENT_MAX", 2)
     options = ProxyOptions(front=FrontOptions(processes=2), prefill_urls=("http://127.0.0.1:1",))
     options = replace(options, decode_urls=options.prefill_urls, parent_pid=os.getpid())
     async with asyncio.timeout(60), FurtherProcesses(options, 0, Meeting()) as others:
