@@ -12,9 +12,10 @@ from neuron_di.errors import RemoteProtocolError
 from neuron_di.obs import LimitedLogger
 from neuron_di.registry import RefusedRecord, Supervised
 from neuron_di.wire import WorkerRecord, status_decoder, status_head_decoder
+from neuron_di.wire.announce import STATUS_BYTES_MAX
 from neuron_di_proxy.directory import LastWord
-from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.ticks import look_every
+from neuron_di_proxy.worker_http import ask_worker, worker_session
 
 _log = LimitedLogger(__name__)
 
@@ -36,7 +37,6 @@ class StaticDirectory:
     def __init__(self, urls: tuple[str, ...]) -> None:
         # One that does both may be named as a prefill worker and as a decode worker.
         self._urls = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
-        self._client = StatusClient()
         self._workers: dict[str, WorkerRecord] = {}
         self._view: tuple[WorkerRecord, ...] = ()
         self._silent: dict[str, str] = {}  # why each is not there
@@ -57,6 +57,7 @@ class StaticDirectory:
         return self._view
 
     async def __aenter__(self) -> Self:
+        self._session = worker_session()
         await self._asking.__aenter__()
         self._stop_looking = look_every(ASK_INTERVAL_S, self._look)
         return self
@@ -64,7 +65,7 @@ class StaticDirectory:
     async def __aexit__(self, *_: object) -> None:
         self._stop_looking()
         await self._asking.__aexit__()
-        self._client.close()
+        await self._session.close()
 
     def trouble(self) -> str:
         """Why the view may be old; empty while all is well."""
@@ -111,10 +112,12 @@ class StaticDirectory:
         host, port = parts.hostname or "", parts.port or 80
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
-                answer = await self._client.ask(host, port)
-            if answer.http_status != 200:
-                raise RemoteProtocolError(f"HTTP status {answer.http_status}")
-            record = _record_of(answer.body)
+                http_status, status = await ask_worker(
+                    self._session, f"{url}/status", bytes_max=STATUS_BYTES_MAX
+                )
+            if http_status != 200:
+                raise RemoteProtocolError(f"HTTP status {http_status}")
+            record = _record_of(status)
         except _OtherVersionError as error:
             self._miss(url, str(error))
         except (OSError, UnicodeError, RemoteProtocolError) as error:

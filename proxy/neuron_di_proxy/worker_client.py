@@ -1,23 +1,22 @@
 """Talks to workers: legs of requests over a link to each, and status over HTTP."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Self
 
-import aiohttp
 import msgspec
 
 from neuron_di.config import LimitOptions
 from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout, RemoteProtocolError, TooLarge
-from neuron_di.types import Incarnation, WorkerId
+from neuron_di.types import Incarnation
 from neuron_di.wire import WorkerRecord, WorkerStatus, encode_json, status_decoder
+from neuron_di.wire.announce import STATUS_BYTES_MAX
 from neuron_di.wire.codec import LEG_BYTES_MAX
 from neuron_di_proxy.failure import gone
 from neuron_di_proxy.leg_link import LegLink, document_of
-from neuron_di_proxy.status_client import StatusClient
 from neuron_di_proxy.token_lane import Lane
+from neuron_di_proxy.worker_http import ask_worker, worker_session
 from neuron_di_proxy.workers import STATUS_TIMEOUT_S, Hear, LegKind, OnWord
 
 CLIENT_CLOSED = "the proxy has ended its connections to workers"
@@ -90,16 +89,11 @@ class WorkerClient:
     def __init__(self, limits: LimitOptions) -> None:
         self._limits = limits
         self._links: dict[_Place, LegLink] = {}
-        self._statuses = StatusClient()
         self._on_word: OnWord | None = None
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the proxy's admission is the limit
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-        )
+        self._session = worker_session()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -110,7 +104,6 @@ class WorkerClient:
         self._is_closed = True
         for link in list(self._links.values()):
             link.end(PeerGone(CLIENT_CLOSED))
-        self._statuses.close()
         await self._session.close()
 
     def open_leg(self, record: WorkerRecord, kind: LegKind, leg: msgspec.Struct) -> LinkedLeg:
@@ -157,14 +150,14 @@ class WorkerClient:
         A worker that answers gets its link, unless nobody would hear what it says there by itself:
         the first request need not wait for a connection.
         """
-        with _as_peer_error(record.worker_id):
-            async with asyncio.timeout(timeout_s):
-                answer = await self._statuses.ask(record.host, record.api_port)
-        if answer.http_status != 200:
+        http_status, body = await self.ask(
+            record, "/status", timeout_s=timeout_s, bytes_max=STATUS_BYTES_MAX
+        )
+        if http_status != 200:
             raise RemoteProtocolError(
-                f"worker {record.worker_id} answered with HTTP status {answer.http_status}"
+                f"worker {record.worker_id} answered with HTTP status {http_status}"
             )
-        status = status_decoder.decode(answer.body)
+        status = status_decoder.decode(body)
         if self._on_word is not None and status.record.incarnation == record.incarnation:
             self._link_to(record)
         return status
@@ -173,47 +166,24 @@ class WorkerClient:
         self,
         record: WorkerRecord,
         path: str,
-        question: msgspec.Struct,
+        question: msgspec.Struct | None = None,
         *,
         timeout_s: float,
         bytes_max: int,
     ) -> tuple[int, bytes]:
-        """POST a question to a worker's HTTP side. Its answer's status and body.
+        """GET from a worker's HTTP side, or POST a question. Its answer's status and body.
 
         Raises a PeerError when none comes in time, or one of more than `bytes_max` bytes.
         """
-        body = bytearray()
-        with _as_peer_error(record.worker_id):
+        posted = None if question is None else encode_json(question)
+        try:
             async with asyncio.timeout(timeout_s):
-                async with self._session.post(
-                    f"{record.url()}{path}",
-                    data=encode_json(question),
-                    headers={"Content-Type": "application/json"},
-                    allow_redirects=False,
-                ) as response:
-                    async for chunk in response.content.iter_any():
-                        body += chunk
-                        if len(body) > bytes_max:
-                            raise RemoteProtocolError(
-                                f"worker {record.worker_id} answers with too many bytes"
-                            )
-        return response.status, bytes(body)
-
-
-@contextmanager
-def _as_peer_error(worker_id: WorkerId) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError:
-        raise PeerTimeout(f"worker {worker_id} did not answer in time") from None
-    except (
-        aiohttp.ClientConnectionError,
-        aiohttp.ClientPayloadError,
-        OSError,
-        UnicodeError,  # idna refuses some host names
-    ) as error:
-        raise gone(worker_id, error) from None
-    except aiohttp.ClientError as error:
-        raise RemoteProtocolError(
-            f"worker {worker_id} does not speak HTTP ({type(error).__name__})"
-        ) from None
+                return await ask_worker(
+                    self._session, f"{record.url()}{path}", bytes_max=bytes_max, question=posted
+                )
+        except TimeoutError:
+            raise PeerTimeout(f"worker {record.worker_id} did not answer in time") from None
+        except (OSError, UnicodeError) as error:  # idna refuses some host names
+            raise gone(record.worker_id, error) from None
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(f"worker {record.worker_id}: {error.message}") from None

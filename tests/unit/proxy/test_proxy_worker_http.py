@@ -1,4 +1,4 @@
-"""The client that asks workers how they are: one connection each, kept, and strict."""
+"""Questions to workers over HTTP: connections are kept, and answers have a limit."""
 
 import asyncio
 
@@ -7,11 +7,11 @@ import pytest
 from neuron_di.clock import now_s
 from neuron_di.errors import RemoteProtocolError
 from neuron_di_proxy.static_directory import StaticDirectory
-from neuron_di_proxy.status_client import ANSWER_BYTES_MAX, StatusClient
+from neuron_di_proxy.worker_http import ask_worker, worker_session
 
+BYTES_MAX = 1 << 16
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
-UPGRADING = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nx"
 IN_CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n"
 
 
@@ -27,7 +27,8 @@ class Answering:
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.place = self._server.sockets[0].getsockname()
+        host, port = self._server.sockets[0].getsockname()
+        self.url = f"http://{host}:{port}/status"
         return self
 
     async def __aexit__(self, *_):
@@ -58,15 +59,13 @@ async def server(stack):
 
 
 @pytest.fixture
-def asker(stack):
-    client = StatusClient()
-    stack.callback(client.close)
-    return client
+async def asker(stack):
+    return await stack.enter_async_context(worker_session())
 
 
-async def ask(client, server):
+async def ask(session, server):
     async with asyncio.timeout(10):
-        return await client.ask(*server.place)
+        return await ask_worker(session, server.url, bytes_max=BYTES_MAX)
 
 
 async def until(condition):
@@ -80,26 +79,14 @@ async def test_one_connection_serves_all_questions(asker, server):
     for _ in range(3):
         assert await ask(asker, server) == (200, b"{}")
     assert len(server.writers) == 1
-    host, port = server.place
-    assert server.questions == [f"GET /status HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()] * 3
+    assert all(each.startswith(b"GET /status HTTP/1.1\r\n") for each in server.questions)
 
 
-async def test_questions_at_one_time_leave_one_connection(asker, server):
-    answers = await asyncio.gather(*(ask(asker, server) for _ in range(4)))
-    assert answers == [(200, b"{}")] * 4
-    assert len(server.writers) == 4
-    await ask(asker, server)
-    assert len(server.writers) == 4
-
-
-@pytest.mark.parametrize(
-    ("answer", "num_connections"), [(OK, 1), (IN_CHUNKS, 1), (CLOSING, 2), (UPGRADING, 2)]
-)
+@pytest.mark.parametrize(("answer", "num_connections"), [(OK, 1), (IN_CHUNKS, 1), (CLOSING, 2)])
 async def test_an_answer_however_it_is_sent(asker, server, answer, num_connections):
     server.answer = answer
-    expected = (101, b"") if answer is UPGRADING else (200, b"{}")
     for _ in range(2):
-        assert await ask(asker, server) == expected
+        assert await ask(asker, server) == (200, b"{}")
     assert len(server.writers) == num_connections
 
 
@@ -111,29 +98,12 @@ async def test_a_connection_that_was_ended_while_idle_is_made_again(asker, serve
     assert len(server.writers) == 2
 
 
-async def test_connections_that_have_ended_are_forgotten(asker):
-    for _ in range(5):
-        async with Answering() as server:
-            await ask(asker, server)
-            kept = asker._kept[server.place]
-        await until(lambda kept=kept: kept.is_over)
-    assert len(asker._kept) == 1
-
-
-async def test_what_comes_unasked_ends_a_connection(asker, server):
-    server.answer = OK + OK
-    assert await ask(asker, server) == (200, b"{}")
-    server.answer = OK
-    assert await ask(asker, server) == (200, b"{}")
-    assert len(server.writers) == 2
-
-
 @pytest.mark.parametrize(
     "answer",
     [
         b"ready\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nX: " + b"x" * ANSWER_BYTES_MAX,
-        b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n" + b"x" * ANSWER_BYTES_MAX,
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * BYTES_MAX,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n" + b"x" * (BYTES_MAX + 1),
     ],
 )
 async def test_what_is_no_answer_is_refused(asker, server, answer):
@@ -151,7 +121,7 @@ async def test_nobody_there_and_no_name(asker, server):
     with pytest.raises(OSError, match=r"refused|Connect"):
         await ask(asker, gone)
     with pytest.raises(UnicodeError):
-        await asker.ask("x" * 64 + "é", 1)
+        await ask_worker(asker, f"http://{'x' * 64}é:1/status", bytes_max=BYTES_MAX)
 
 
 async def test_a_question_that_is_given_up_ends_its_connection(asker, server):
