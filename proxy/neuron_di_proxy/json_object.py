@@ -7,12 +7,11 @@ once, values are only passed over.
 A long prompt is most of a body, and passing over it most of what a body costs. `_json_members.c`
 does it some bytes at a time: measured on 400 KB, in 26 us what takes msgspec 170 where the text is
 one line, and in 200 instead of 350 where it is a program's, full of escapes. What it does not take
-apart goes the other ways, which alone say what is wrong.
+apart goes the other way, which alone says what is wrong.
 """
 
 import codecs
 import json
-import operator
 import re
 from functools import cache, partial
 from types import GenericAlias
@@ -33,9 +32,6 @@ except ModuleNotFoundError:  # there was no compiler; one that is there must fit
 
 FIELDS_MAX = 256  # of one request
 NAME_CHARS_MAX = 64  # of a client's name that an error repeats
-# Of a body whose names are looked at only when all of them are read. That saves about as much at
-# any size, but a body of nothing but names costs in proportion to it: 0.3 ms at 4 KiB, 4 at 64.
-_AT_ONCE_BYTES_MAX = 4 << 10
 
 _UTF8_STEP_BYTES = 64 << 10
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -59,21 +55,6 @@ class _Name(str):
     __slots__ = ()
 
 
-class _Member(str):
-    """A name of an object that is like no other, so that a name that comes twice stays twice."""
-
-    __slots__ = ()
-    # C functions, all of them: nothing of Python's runs while an object is read.
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
-
-
-_members_decoder: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(
-    cast("Any", GenericAlias(dict, (_Member, msgspec.Raw))), dec_hook=operator.call
-)
-
-
 class _Refused(Exception):
     """Carries a refusal through the decoder."""
 
@@ -88,13 +69,11 @@ def read_body(body: bytes, members: Members = None) -> dict[str, msgspec.Raw]:
     All of it is valid JSON in UTF-8, without half surrogates. Raises BadRequest.
     """
     fields = read_compiled(body, members)
-    if fields is None and len(body) <= _AT_ONCE_BYTES_MAX:
-        fields = read_at_once(body)
     return read_one_by_one(body) if fields is None else fields
 
 
 def read_compiled(body: bytes, members: Members = None) -> dict[str, msgspec.Raw] | None:
-    """As `read_at_once`, at any size; there are more that it leaves to others."""
+    """The fields of a body that the extension takes apart. None: of one that it leaves."""
     if members is None:
         members = members_of(body)
     if members is None:
@@ -102,17 +81,6 @@ def read_compiled(body: bytes, members: Members = None) -> dict[str, msgspec.Raw
     view = memoryview(body)
     fields = {name: msgspec.Raw(view[begin:end]) for name, begin, end in members}
     return fields if len(fields) == len(members) else None
-
-
-def read_at_once(body: bytes) -> dict[str, msgspec.Raw] | None:
-    """The fields of a body that is as it should be. None: of one that perhaps is not."""
-    try:
-        _check_utf8(body)  # `Raw` values are not checked for this by the decoder
-        members = _members_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    fields = dict(zip(map(str, members), members.values(), strict=True))
-    return fields if len(fields) == len(members) <= FIELDS_MAX else None
 
 
 def _check_utf8(body: bytes) -> None:
@@ -129,7 +97,7 @@ def _check_utf8(body: bytes) -> None:
 
 
 def read_one_by_one(body: bytes) -> dict[str, msgspec.Raw]:
-    """As `read_body`, at any size: what is wrong is found at once, and said."""
+    """As `read_body`, by msgspec: what is wrong is found at once, and said."""
     try:
         _check_utf8(body)
         return read_members(body, msgspec.Raw, count_max=FIELDS_MAX, param=None)

@@ -188,7 +188,7 @@ def test_what_is_no_object_of_different_members_is_left_to_them_too(body):
         b"{%b}" % b",".join(b'"%d":1' % number for number in range(65)),
     ],
 )
-def test_what_is_rare_is_read_by_the_other_ways(body):
+def test_what_is_rare_is_read_by_the_other_way(body):
     assert taken(body) is None
     assert as_bytes(read_body(body)) == as_bytes(read_one_by_one(body))
 
