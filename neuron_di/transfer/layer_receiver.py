@@ -10,6 +10,7 @@ given back when nothing writes to it any more.
 """
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -155,8 +156,7 @@ class LayerReceiver:
         With an error nothing was placed, and the entry is as if no layers had come.
         """
 
-        def on_end(placing: asyncio.Future[NeuronDiError | None]) -> None:
-            error = placing.result()
+        def on_end(error: NeuronDiError | None) -> None:
             if error is not None:
                 self._counters.num_streams_refused += 1
                 _log.warning("layers_refused", reason=error.message)
@@ -166,8 +166,18 @@ class LayerReceiver:
                     entry.room = None
             on_placed(error)
 
-        placing = self._loop.run_in_executor(None, self._receiver.finish_streamed, entry)
-        placing.add_done_callback(on_end)
+        turn = threading.Lock()  # whose it is to say how it ended
+
+        def finish() -> None:
+            if turn.acquire(blocking=False):
+                error = self._receiver.finish_streamed(entry)
+                self._loop.call_soon_threadsafe(on_end, error)
+
+        try:
+            self._loop.run_in_executor(None, finish)
+        except RuntimeError:  # no thread can be started: it may be called all the same, much later
+            if turn.acquire(blocking=False):
+                self._loop.call_soon(on_end, LocalProtocolError("no thread is left to place them"))
 
     def _open(self, key: Key, num_blocks: int) -> _Stream | None:
         layout = self._receiver.layout.without_replicas()
