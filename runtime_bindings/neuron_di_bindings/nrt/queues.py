@@ -190,16 +190,14 @@ class AsyncQueue:
     def num_pending(self) -> int:
         """What was scheduled and is not over."""
         with self._lock:
-            for work in list(self._working):
-                self._look(work)
-            return len(self._working)
+            return self._num_pending()
 
     def close(self) -> None:
         """Give it up; a second time it does nothing. NrtMisuse while something is pending: there
         is no taking it back (nrt_async.h: nrta_error_tracker_destroy)."""
-        if pending := self.num_pending():
-            raise NrtMisuse(f"the queue of core {self.core} is closed with {pending} pending")
-        with self._lock:
+        with self._lock:  # nothing is scheduled between the count and the end
+            if pending := self._num_pending():
+                raise NrtMisuse(f"the queue of core {self.core} is closed with {pending} pending")
             if self._is_closed:
                 return
             self._is_closed = True
@@ -270,6 +268,12 @@ class AsyncQueue:
                 work.let_go()
                 raise
         return Pending(self, work)
+
+    def _num_pending(self) -> int:
+        """Under the lock."""
+        for work in list(self._working):
+            self._look(work)
+        return len(self._working)
 
     def _look(self, work: _Work) -> bool:
         """Whether it is over; if it is now, with its status, and gone from what is working."""

@@ -324,6 +324,28 @@ def test_a_closed_queue_takes_nothing(runtime, tensor, sim):
     assert sim.calls("nrta_error_tracker_destroy") == (queue.generation == 2)
 
 
+def test_nothing_is_scheduled_between_the_count_and_the_end(runtime, tensor):
+    queue = AsyncQueue(runtime, 0)
+    lock, refused = queue._lock, []
+
+    class OthersComeNext:
+        def __enter__(self):
+            lock.acquire()
+
+        def __exit__(self, *_):
+            queue._lock = lock
+            lock.release()
+            try:
+                queue.write(tensor, 0, b"x")
+            except NrtMisuse:
+                refused.append(queue)
+
+    queue._lock = OthersComeNext()
+    queue.close()
+    assert refused == [queue]
+    assert queue.objection() is None
+
+
 def test_a_queue_that_is_not_there(runtime):
     with pytest.raises(NrtRequestError), runtime.allocate(64, 0, "kv") as tensor:
         AsyncQueue(runtime, 0, queue=7).write(tensor, 0, b"x")
