@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 START_TIMEOUT_S = 100.0
 LINES_MAX = 5000
@@ -42,6 +42,7 @@ class TestedProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
+        self._due_end: Literal["none", "well", "any"] = "none"
         self.is_stopped = False
         self._complaints: list[str] = []
         self.events: deque[LogLine] = deque(maxlen=LINES_MAX)
@@ -63,6 +64,7 @@ class TestedProcess:
     async def start(self) -> None:
         """Start it. It is ready later: see `ready`."""
         self._ready.clear()
+        self._due_end = "none"
         self.is_stopped = False
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -98,11 +100,17 @@ class TestedProcess:
         os.kill(self.pid, signal.SIGCONT)
 
     def terminate(self) -> None:
+        self.expect_end()
         os.kill(self.pid, signal.SIGTERM)
+
+    def expect_end(self) -> None:
+        """It was told to end, and should do so with 0: every other end is a complaint."""
+        self._due_end = "well"
 
     async def kill(self) -> None:
         """End it at once (SIGKILL). Its ports are free on return."""
         if self.is_alive:
+            self._due_end = "any"
             os.kill(self.pid, signal.SIGKILL)
         await self.gone()
 
@@ -116,7 +124,7 @@ class TestedProcess:
         return code
 
     def new_complaints(self) -> list[str]:
-        """Lines since the last call that tell of a bug: errors and tracebacks."""
+        """What has told of a bug since the last call: errors, tracebacks, and an end by itself."""
         found, self._complaints = self._complaints, []
         return found
 
@@ -132,3 +140,7 @@ class TestedProcess:
                 if event.event == "ready":
                     self._ready.set()
         self._ready.set()  # it will never be: whoever waits looks again
+        assert self._process is not None
+        code = await self._process.wait()
+        if self._due_end == "none" or (self._due_end == "well" and code):
+            self._complaints.append(f"{' '.join(self._arguments[:3])} ended by itself with {code}")

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ import pytest
 
 from neuron_di.obs import sync_point
 
-from . import matrix
+from . import matrix, process
 from .client import Manners, Stream, ask
 from .cluster import until
 from .fault_proxy import FaultProxy
@@ -250,6 +251,28 @@ async def test_a_hold_lets_so_many_pass_first(tmp_path, monkeypatch):
         await hold.come(DEADLINE_S)
         assert (reaching.done(), hold.pids) == (False, [os.getpid()] * 3)
     await asyncio.wait_for(reaching, DEADLINE_S)
+
+
+@pytest.mark.parametrize("way", ["by itself", "badly", "well", "killed"])
+async def test_an_end_that_nobody_asked_for_is_a_complaint(way):
+    tested = process.TestedProcess("proxy", "--port=0", "--prefill-urls=http://127.0.0.1:9")
+    await tested.start()
+    await tested.ready()
+    match way:
+        case "by itself":
+            os.kill(tested.pid, signal.SIGKILL)
+        case "badly":
+            tested.terminate()
+            os.kill(tested.pid, signal.SIGKILL)
+        case "well":
+            tested.terminate()
+        case "killed":
+            await tested.kill()
+    await tested.gone()
+    complaints = tested.new_complaints()
+    assert bool(complaints) == (way in ("by itself", "badly"))
+    assert all("ended by itself with" in words for words in complaints)
+    assert tested.new_complaints() == []
 
 
 def test_the_report_says_what_is_wrong():

@@ -107,6 +107,8 @@ class Cluster:
 
     async def order(self, *arguments: str) -> str:
         """Run an operator's command to its end. Its last line. RuntimeError when it fails."""
+        if arguments[0] == "drain":
+            self.workers[arguments[1]].process.expect_end()
         command = ("-m", "neuron_di", *arguments, f"--url={self.urls[0]}")
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -205,7 +207,7 @@ class Cluster:
         return found
 
     def complaints(self) -> list[str]:
-        """Errors and tracebacks that a process logged since the last call."""
+        """What every process has told of a bug since the last call."""
         return [words for process in self._processes() for words in process.new_complaints()]
 
     def here(self) -> list[Worker]:
