@@ -5,12 +5,14 @@ token by token, and its receipt says who computed it.
 """
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import aiohttp
 from chaos.client import Stream, ask
 from chaos.judge import Verdict, judge
 
@@ -133,5 +135,6 @@ class Load:
         verdict = judge(stream, self._wanted.of(prompt, num_tokens))
         receipt = None
         if stream.answer_id:
-            receipt = await self._cluster.get(f"{url}/v1/receipts/{stream.answer_id}")
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it counts as none
+                receipt = await self._cluster.get(f"{url}/v1/receipts/{stream.answer_id}")
         self.asked.append(Asked(url, sent_s, stream, verdict, receipt))

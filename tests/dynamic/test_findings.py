@@ -7,9 +7,10 @@ from chaos.client import Stream
 from chaos.judge import Verdict
 from chaos.process import LogLine
 
+from . import load
 from .events import Event
 from .findings import Attempt, attempts_of, find, look_at
-from .load import Asked
+from .load import Asked, Load, Wanted
 from .report import table
 
 GOOD = Verdict(
@@ -142,3 +143,17 @@ def test_a_new_worker_is_used_though_the_load_stood_still_at_first(later, is_goo
     attempts = [attempt(11.9, "p0", "d0"), attempt(13.0, "p0", later)]
     row = look_at(Event("join", "d9", "decode", 8.0, 10.0), attempts)
     assert bool(row.flaw) is not is_good
+
+
+async def test_a_receipt_that_does_not_come_in_time_counts_as_none(monkeypatch):
+    async def answered(_url: str, _body: dict[str, Any]) -> Stream:
+        return Stream(end="done", answer_id="cmpl-r")
+
+    class Late:
+        async def get(self, _url: str) -> Any:
+            raise TimeoutError
+
+    monkeypatch.setattr(load, "ask", answered)
+    running = Load(Late(), Wanted({("hello", 1): Stream()}), rate_per_s=1.0, urls=["http://x"])
+    await running._ask("http://x", "hello", 1)
+    assert [each.receipt for each in running.asked] == [None]
