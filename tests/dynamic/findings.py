@@ -109,6 +109,8 @@ def attempts_of(asked: Sequence[Asked], proxies: Iterable[TestedProcess]) -> lis
 
 def look_at(event: Event, attempts: Sequence[Attempt]) -> Row:
     """One event beside what was begun around it."""
+    if not event.over_s:  # why is a violation of its own
+        return Row(event, "it did not come to its end", "")
     match event.kind:
         case "join":
             took = f"ready after {event.over_s - event.begun_s:.1f} s, "
@@ -125,7 +127,9 @@ def look_at(event: Event, attempts: Sequence[Attempt]) -> Row:
             return _freeze(event, attempts)
         case "etcd":
             lasted = f"for {event.over_s - event.begun_s:.1f} s, "
-            agreed = f"all proxies agree {event.settled_s - event.over_s:.1f} s after it"
+            agreed = "not all proxies agree after it"
+            if event.settled_s:
+                agreed = f"all proxies agree {event.settled_s - event.over_s:.1f} s after it"
             return Row(event, lasted + agreed, "")
 
 

@@ -1,5 +1,6 @@
 """A run as a table: one line per event, the sums, and what was wrong."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from .findings import Findings
@@ -25,4 +26,8 @@ def table(title: str, found: Findings, start_s: float) -> list[str]:
 
 
 def _flaws(flaws: Sequence[str]) -> list[str]:
-    return [f"VIOLATION {words}" for words in flaws] or ["no violation"]
+    """Each once, and how often it was."""
+    return [
+        f"VIOLATION {words}" + (f", {num} times" if num > 1 else "")
+        for words, num in Counter(flaws).items()
+    ] or ["no violation"]

@@ -113,6 +113,17 @@ def test_who_was_drained_gets_nothing_after_its_end():
     assert look_at(event, [attempt(12.1)]).flaw == "d0 got 1 attempts too late after drain"
 
 
+@pytest.mark.parametrize("kind", ["join", "role", "drain", "etcd"])
+def test_of_what_did_not_come_to_its_end_nothing_else_is_said(kind):
+    row = look_at(Event(kind, "d0", "decode", 10.0), [attempt(11.0), attempt(12.0)])
+    assert (row.measured, row.flaw) == ("it did not come to its end", "")
+
+
+def test_the_same_violation_is_one_line():
+    found = find([asked(1.0, None)] * 3, [], [])
+    assert table("title", found, 0.0)[-1] == "VIOLATION an answer without a receipt, 3 times"
+
+
 @pytest.mark.parametrize(
     ("times", "flaw"),
     [
