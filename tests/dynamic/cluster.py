@@ -210,6 +210,14 @@ class Cluster:
         """What every process has told of a bug since the last call."""
         return [words for process in self._processes() for words in process.new_complaints()]
 
+    def has_logged(self, event: str, since_s: float) -> bool:
+        """Whether any process has since then, a Unix time; the log's clock has milliseconds."""
+        return any(
+            line.event == event and line.unix_s >= since_s - 0.001
+            for process in self._processes()
+            for line in process.events
+        )
+
     def here(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.is_here]
 

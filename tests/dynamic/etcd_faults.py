@@ -28,12 +28,15 @@ Strike = Callable[[Stage, float], Awaitable[None]]
 class EtcdFault:
     """`strike` is given the stage, and for how many seconds the fault lasts at least.
 
-    With `has_users` etcd has three members that ask who one is, else it is one.
+    With `has_users` etcd has three members that ask who one is, else it is one. `sign` is an event
+    that a proxy or worker logs where the fault befalls it: without it nothing was tried. Where it
+    is empty nothing shows in a log.
     """
 
     name: str
     title: str
     strike: Strike
+    sign: str = ""
     lasts_s: float = 0.0
     has_users: bool = False
 
@@ -86,7 +89,13 @@ async def deletion_lost(stage: Stage, lasts_s: float) -> None:
 
 
 async def leader_killed(stage: Stage, lasts_s: float) -> None:
-    leader = await stage.cluster.etcd.leader()
+    """It is the member that proxies and workers have talked to: the first one that they know."""
+    etcd = stage.cluster.etcd
+    leader = etcd.members[0]
+    if await etcd.leader() is not leader:
+        lines = etcd.ctl("endpoint", "status", "--write-out=simple").splitlines()
+        (member_id,) = (each.split(", ")[1] for each in lines if f":{leader.port}, " in each)
+        etcd.ctl("move-leader", member_id)
     leader.kill()
     await pause(lasts_s)
     leader.launch()
@@ -139,28 +148,52 @@ FAULTS: Mapping[str, EtcdFault] = {
             name="F25",
             title="killed, back soon; a worker dies meanwhile and is a ghost (F29)",
             strike=killed,
+            sign="etcd_watch_broken",
             lasts_s=2.0,
         ),
         EtcdFault(
-            name="F26", title="down; a worker dies meanwhile (F29)", strike=killed, lasts_s=60.0
+            name="F26",
+            title="down; a worker dies meanwhile (F29)",
+            strike=killed,
+            sign="etcd_watch_broken",
+            lasts_s=60.0,
         ),
-        EtcdFault(name="F27", title="frozen past the TTL", strike=frozen, lasts_s=TTL_S + 2),
-        EtcdFault(name="F28", title="its data wiped", strike=wiped),
+        EtcdFault(
+            name="F27",
+            title="frozen past the TTL",
+            strike=frozen,
+            sign="worker_vanished",
+            lasts_s=TTL_S + 2,
+        ),
+        EtcdFault(name="F28", title="its data wiped", strike=wiped, sign="etcd_history_gone"),
         EtcdFault(
             name="F30",
             title="a proxy misses a deletion, then finds the history compacted",
             strike=deletion_lost,
+            sign="etcd_history_gone",
             lasts_s=TTL_S + 2,
         ),
         EtcdFault(
             name="F31",
             title="the leader of three killed",
             strike=leader_killed,
+            sign="etcd_watch_broken",
             lasts_s=3.0,
             has_users=True,
         ),
-        EtcdFault(name="F32", title="the leases of healthy workers lost", strike=leases_lost),
-        EtcdFault(name="F33", title="disk full (NOSPACE)", strike=disk_full, lasts_s=2 * TTL_S),
+        EtcdFault(
+            name="F32",
+            title="the leases of healthy workers lost",
+            strike=leases_lost,
+            sign="worker_vanished",
+        ),
+        EtcdFault(
+            name="F33",
+            title="disk full (NOSPACE)",
+            strike=disk_full,
+            sign="announce_failed",
+            lasts_s=2 * TTL_S,
+        ),
         EtcdFault(
             name="token",
             title="every token expired",
@@ -187,6 +220,8 @@ async def befall(stage: Stage, fault: EtcdFault) -> None:
         await fault.strike(stage, fault.lasts_s)
     await cluster.settled()
     event.settled_s = unix_s()
+    if fault.sign and not cluster.has_logged(fault.sign, event.begun_s):
+        raise RuntimeError(f"{fault.name} befell nobody: no process logged {fault.sign}")
     num_missing = len(FIRST) - len(cluster.here())
     for _ in range(num_missing):
         await stage.join(f"d{len(cluster.workers)}", "decode")
