@@ -33,6 +33,7 @@ TRANSFER_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 
 LINKS_MAX = 8  # names of transfer engines, which workers say
 MODELS_MAX = 64  # since the start, those that have gone included
 OTHER = "other"
+_ENDED_WELL = ("stop", "length", "cancelled")  # what failed has a code
 
 TraceOutcome = Literal["sent", "dropped"]
 
@@ -70,8 +71,10 @@ class Metrics(Collector):
         self._registry.register(self)
         self._models: dict[str, ModelMetrics] = {}
         # What is not there before it happens first is no increase to a monitoring system.
-        self._requests = Counter({(outcome, ""): 0 for outcome in ("stop", "length", "cancelled")})
-        self._attempts: Counter[str] = Counter()
+        codes = sorted(_codes(NeuronDiError))
+        self._requests = Counter({(outcome, ""): 0 for outcome in _ENDED_WELL})
+        self._requests.update(dict.fromkeys((("error", code) for code in codes), 0))
+        self._attempts = Counter(dict.fromkeys((*_ENDED_WELL, *codes), 0))
         self._continued = Counter(dict.fromkeys(get_args(Grade), 0))
         self._transfer_failures = Counter(dict.fromkeys(sorted(_kv_codes), 0))
         self._traces = Counter(dict.fromkeys(get_args(TraceOutcome), 0))

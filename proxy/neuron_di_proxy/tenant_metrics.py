@@ -5,10 +5,12 @@ Names are the key file's: whoever may read the metrics is an operator.
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from neuron_di.types import FinishReason
 from neuron_di_proxy.receipts import Receipt
 from neuron_di_proxy.tenant import EVERYBODY
 
@@ -55,7 +57,13 @@ class TenantMetrics:
             yield family
 
     def _bounded(self, name: str) -> str:
-        if name not in self._names and len(self._names) >= TENANTS_MAX:
-            return OTHER
-        self._names.add(name)
+        if name in self._names:
+            return name
+        if len(self._names) >= TENANTS_MAX:
+            name = OTHER
+        else:
+            self._names.add(name)
+        # What is not there before it happens first is no increase to a monitoring system.
+        self._choices.update(dict.fromkeys(((name, ended) for ended in get_args(FinishReason)), 0))
+        self._limited.update({(name,): 0})
         return name

@@ -389,6 +389,8 @@ async def test_what_has_not_happened_is_there_as_zero(playing, stack):
     seen = await samples(fresh)
     for name, labels in (
         ("neuron_di_requests_total", ("", "stop")),
+        ("neuron_di_requests_total", ("error", "worker_failed")),
+        ("neuron_di_attempts_total", ("peer_gone",)),
         ("neuron_di_continued_total", ("exact",)),
         ("neuron_di_transfer_failures_total", ("kv_corrupt",)),
         ("vllm:prompt_tokens_total", ("tiny",)),

@@ -54,7 +54,9 @@ async def refused(proxy):
     return {
         sample.labels["code"]: sample.value
         for sample in await scrape(proxy)
-        if sample.name == "neuron_di_requests_total" and sample.labels["outcome"] == "error"
+        if sample.name == "neuron_di_requests_total"
+        and sample.labels["outcome"] == "error"
+        and sample.value
     }
 
 

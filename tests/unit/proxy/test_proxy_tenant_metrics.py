@@ -32,7 +32,11 @@ def service():
 
 def of_tenants(service):
     seen = parse(service.metrics.text().decode())
-    return {key: value for key, value in seen.items() if key[0].startswith("neuron_di_tenant_")}
+    return {
+        key: value
+        for key, value in seen.items()
+        if key[0].startswith("neuron_di_tenant_") and value
+    }
 
 
 def test_choices_and_tokens_are_counted(service):
@@ -45,6 +49,14 @@ def test_choices_and_tokens_are_counted(service):
         ("neuron_di_tenant_tokens_total", "a", "prompt"): 2 * receipt.num_prompt,
         ("neuron_di_tenant_tokens_total", "a", "generated"): 6,
     }
+
+
+def test_what_a_known_tenant_has_not_met_yet_is_there_as_zero(service):
+    """Or a monitoring system sees no increase when it does for the first time."""
+    service.metrics.count(receipt_of("a"), None)
+    seen = parse(service.metrics.text().decode())
+    assert seen["neuron_di_tenant_limited_total", "a"] == 0
+    assert seen["neuron_di_tenant_choices_total", "a", "error"] == 0
 
 
 def test_what_a_limit_refuses_is_counted(service, monkeypatch):
