@@ -21,9 +21,17 @@ endpoints=$2
 prefix=${3:-/neuron-di}
 prefix=${prefix%/} # of /, the top, nothing is left: its keys begin with the one slash below
 
+ANSWER_S=5 # for what concerns users, etcdctl itself would wait for good
+
 ctl() {
-    ETCDCTL_API=3 etcdctl --endpoints "$endpoints" --cacert "$folder/ca.pem" \
-        --cert "$folder/root.pem" --key "$folder/root.key" "$@" >/dev/null
+    ETCDCTL_API=3 timeout --foreground "$ANSWER_S" etcdctl --endpoints "$endpoints" \
+        --cacert "$folder/ca.pem" --cert "$folder/root.pem" --key "$folder/root.key" \
+        "$@" >/dev/null || {
+        code=$?
+        [ "$code" -ne 124 ] || echo "no etcd at $endpoints answered within $ANSWER_S s, or none" \
+            "that trusts, and is trusted by, $folder/ca.pem" >&2
+        return "$code"
+    }
 }
 
 ensure_user() { ctl user get "$1" 2>/dev/null || ctl user add "$1" --no-password; }
@@ -34,6 +42,7 @@ ensure_role() {
     ctl role grant-permission "$1" "$2" --prefix=true "$prefix/"
 }
 
+ctl user list # says why not, where nothing will work
 ensure_user root
 ctl role get root 2>/dev/null || ctl role add root
 ctl user grant-role root root

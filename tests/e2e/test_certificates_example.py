@@ -91,6 +91,15 @@ def test_how_it_is_called() -> None:
         assert called.stderr.startswith(f"{script} FOLDER ")
 
 
+@pytest.mark.skipif(shutil.which("etcdctl") is None, reason="etcdctl is not installed")
+def test_where_no_etcd_answers_that_is_said(folder: Path) -> None:
+    """etcdctl alone would wait for good, without a word."""
+    (port,) = free_ports(1)
+    done = run("make_users.sh", str(folder), f"127.0.0.1:{port}")
+    assert done.returncode != 0
+    assert f"no etcd at 127.0.0.1:{port} answered within 5 s" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def etcd(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An etcd that asks for certificates, and has the users of the script. Its address."""
