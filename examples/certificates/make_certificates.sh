@@ -19,6 +19,16 @@ hosts=$2
 shift 2
 [ $# -gt 0 ] || set -- root neuron-di-worker neuron-di-proxy
 
+# A user's files are named after it, and ca and server are not users'.
+for user in "$@"; do
+    case $user in
+    ca | server | -* | *[!0-9A-Za-z._-]* | '')
+        echo "$user cannot be a user here: letters, digits and ._- only, neither ca nor server" >&2
+        exit 2
+        ;;
+    esac
+done
+
 CA_DAYS=3650
 DAYS=365
 

@@ -19,6 +19,10 @@ fi
 folder=$1
 endpoints=$2
 prefix=${3:-/neuron-di}
+case $prefix in
+/*) ;;
+*) echo "$prefix is no PREFIX: it begins with a slash, as in /neuron-di" >&2; exit 2 ;;
+esac
 prefix=${prefix%/} # of /, the top, nothing is left: its keys begin with the one slash below
 
 ANSWER_S=5 # for what concerns users, etcdctl itself would wait for good

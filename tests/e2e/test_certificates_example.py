@@ -54,6 +54,22 @@ def test_what_is_no_host_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("user", ["server", "ca", "ünï", "-x", "a/b", ""])
+def test_what_cannot_be_a_user_is_refused(tmp_path: Path, user: str) -> None:
+    """Of server and ca there are files, which are no client's; others get another name or none."""
+    done = run("make_certificates.sh", str(tmp_path / "none"), "a.example", "root", user)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{user} cannot be a user here")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.skipif(shutil.which("etcdctl") is None, reason="etcdctl is not installed")
+def test_a_prefix_that_no_cluster_can_have_is_refused(tmp_path: Path) -> None:
+    done = run("make_users.sh", str(tmp_path), "127.0.0.1:1", "neuron-di")
+    assert done.returncode == 2
+    assert done.stderr.startswith("neuron-di is no PREFIX")
+
+
 def test_certificates_are_what_etcd_asks_for(folder: Path) -> None:
     server = openssl("x509", "-in", str(folder / "server.pem"), "-noout", "-text")
     assert "IP Address:127.0.0.1, IP Address:0:0:0:0:0:0:0:1, DNS:localhost" in server
