@@ -383,7 +383,8 @@ class Health:
     def _become(self, watch: Watch, state: WorkerHealth, reason: str) -> None:
         worker_id: WorkerId = watch.record.worker_id
         if state == "up":
-            _log.info("worker_up", worker=worker_id, before=watch.state)
+            event = "worker_draining" if watch.is_draining else "worker_up"
+            _log.info(event, worker=worker_id, before=watch.state)
         else:
             _log.warning("worker_" + state, worker=worker_id, reason=reason)
         watch.state, watch.reason = state, reason

@@ -166,7 +166,8 @@ async def test_a_worker_that_is_not_what_it_was_is_down(says):
 
 
 @virtual
-async def test_a_draining_worker_keeps_its_legs_and_gets_no_more():
+async def test_a_draining_worker_keeps_its_legs_and_gets_no_more(caplog):
+    caplog.set_level("INFO")
     async with one_by_one() as cluster:
         decode, lost = cluster.workers["d1"], Losses()
         with cluster.health.watching(decode.record, lost):
@@ -176,6 +177,12 @@ async def test_a_draining_worker_keeps_its_legs_and_gets_no_more():
         assert lost == []
         assert states(cluster)["d1"] == "draining"
         assert not cluster.health.is_usable(decode.record)
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if getattr(record, "event_fields", {}).get("worker") == "d1"
+    ]
+    assert told == ["worker_up", "worker_draining"]
 
 
 @virtual
