@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 from contextlib import aclosing
+from pathlib import Path
 
+import aiohttp
 import pytest
 import uvloop
 from etcd_kit import PASSWORD, certificates, running_etcd
@@ -22,6 +25,19 @@ from neuron_di.etcd.security import Security
 
 KEY = "/workers/decode/127.0.0.1/4000"
 OURS = b"/neuron-di" + KEY.encode()
+
+MANIFEST = Path(__file__).parents[2] / "examples/neuron_common/kubernetes/base/etcd.yaml"
+PROBED = re.findall(
+    r'path: "?(/health[^,"]*)"?, port: metrics', MANIFEST.read_text(encoding="utf-8")
+)
+
+
+async def status_of(etcd, path):
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{etcd.addresses[0]}{path}") as response,
+    ):
+        return response.status
 
 
 def user(name, password=PASSWORD):
@@ -256,6 +272,9 @@ async def test_an_etcd_without_space_says_what_to_do():
             await client.grant(10)
         assert await client.keep_alive(lease) == 10
         assert (await client.get(OURS)).value == b"one"
+        # So Kubernetes must go on finding it well: it would end it again and again.
+        assert [await status_of(etcd, path) for path in PROBED] == [200, 200]
+        assert await status_of(etcd, "/health") == 503
 
 
 async def test_what_runs_when_the_client_is_closed_ends_with_a_word():
