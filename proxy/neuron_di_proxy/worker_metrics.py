@@ -6,6 +6,7 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from neuron_di.registry.record_reader import Fault
 from neuron_di.types import Role
 from neuron_di.wire import LANES_MAX, WorkerStatus
 from neuron_di_proxy.directory import CandidDirectory
@@ -134,9 +135,12 @@ def directory_families(
     ignored = CounterMetricFamily(
         "neuron_di_registry_ignored", "keys that were left out", labels=("fault",)
     )
+    # What is not there before it happens first is no increase to a monitoring system.
+    counts: dict[str, int] = dict.fromkeys((*get_args(Fault), "unread"), 0)
     if directory is not None:
-        for fault, count in directory.num_ignored_by_fault().items():
-            ignored.add_metric((fault,), count)
+        counts.update(directory.num_ignored_by_fault())
+    for fault, count in counts.items():
+        ignored.add_metric((fault,), count)
     yield ignored
     num_vanished = sum(report.vanished_s is not None for report in reports)
     num_refused = 0 if directory is None else len(directory.refused())

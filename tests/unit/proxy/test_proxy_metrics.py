@@ -392,6 +392,7 @@ async def test_what_has_not_happened_is_there_as_zero(playing, stack):
         ("neuron_di_requests_total", ("error", "worker_failed")),
         ("neuron_di_attempts_total", ("peer_gone",)),
         ("neuron_di_continued_total", ("exact",)),
+        ("neuron_di_registry_ignored_total", ("address",)),
         ("neuron_di_transfer_failures_total", ("kv_corrupt",)),
         ("vllm:prompt_tokens_total", ("tiny",)),
         ("vllm:request_success_total", ("stop", "tiny")),
