@@ -15,6 +15,9 @@ from neuron_di.errors import BadRequest, CheckpointError
 from neuron_di.request.chat_template import ChatExtras, ChatTemplate
 from neuron_di.request.template_traits import template_traits
 
+# Several words, and characters of two and of four bytes, for which few have a token of their own.
+_SAMPLE = "Streams are made of pieces. A naïve 𓂀 comes in several."
+
 _NAMED_SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
@@ -77,12 +80,14 @@ class Tokenizer:
             _read_chat_template(folder, config, name, file, special_tokens)
             for name, file in _TEMPLATES
         )
-        return cls(
+        tokenizer = cls(
             backend,
             eos_token=special_tokens.get("eos_token"),
             chat_template=chat_template,
             tool_template=tool_template,
         )
+        tokenizer._check_decoder(folder / "tokenizer.json")
+        return tokenizer
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
@@ -175,6 +180,18 @@ class Tokenizer:
         if known is None:
             known = self._bytes_of_id[token_id] = self._bytes_after_anchor(token_id)
         return known
+
+    def _check_decoder(self, path: Path) -> None:
+        """Refuse a decoder whose text is not that of its tokens one after the other."""
+        ids = self.encode(_SAMPLE, add_special_tokens=False)
+        expected = self._decode_exactly(ids)
+        if "\ufffd" in expected or self.decode(ids, skip_special_tokens=False) == expected:
+            return
+        kind = type(self._backend.decoder).__name__
+        raise CheckpointError(
+            f"{path}: its decoder ({kind}) is not supported: it makes another text of tokens that "
+            "come together than of each by itself, as a stream needs them"
+        )
 
     def _decode_exactly(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)

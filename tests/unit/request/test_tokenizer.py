@@ -2,10 +2,11 @@ import json
 import threading
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_kit import KINDS, library_tokenizer, make_tokenizer, write_folder
-from tokenizers.decoders import ByteLevel, Sequence
+from tokenizer_kit import KINDS, byte_level_json, library_tokenizer, make_tokenizer, write_folder
+from tokenizers.decoders import BPEDecoder, ByteLevel, Sequence, Strip
 from transformers import AutoTokenizer
 
 from neuron_di.errors import BadRequest, CheckpointError
@@ -99,6 +100,21 @@ def test_a_decoder_may_be_a_sequence_of_one():
     backend.decoder = Sequence([ByteLevel()])
     tokenizer, text = Tokenizer(backend), "naïve 你好 👩"
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("decoder", "named"),
+    [
+        (BPEDecoder(suffix="s"), "BPEDecoder"),  # a space behind a word only if one follows
+        (Sequence([ByteLevel(), Strip("\n", 0, 1)]), "Sequence"),  # of halves of characters
+    ],
+)
+def test_a_decoder_that_no_stream_can_follow_is_refused_by_name(tmp_path, decoder, named):
+    backend = tokenizers.Tokenizer.from_str(byte_level_json())
+    backend.decoder = decoder
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.json: its decoder \({named}\)"):
+        Tokenizer.load(tmp_path)
 
 
 @kinds
