@@ -67,9 +67,14 @@ REMAINDERS_MAX = 100_000
 
 # What matters for repetition: escapes and classes as one, counts, and any other character.
 _PIECE = re.compile(
-    r"\\[pPxuU]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|.",
+    r"\\[pPxuU]\{[^}]*\}|\\.|\[(?P<chars>\^?\]?(?:\\.|[^\]\\])*)\]"
+    r"|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|.",
     re.DOTALL,
 )
+# Plain characters of a class to JSON Schema and to Python, and to the library an operation on two
+# classes: it would leave out what may come, and let come what may not. Not `[:alpha:]`.
+_OPERATION = re.compile(r"\[(?!:)|&&|--|~~")
+_OPERATES = "has `[`, `&&`, `--` or `~~` in a class: put a backslash before what is meant as itself"
 _EXACT_MAX = 1 << 53  # the library has numbers as doubles, as most readers of JSON have
 # What 64 bits hold, which is meant as that range, and not to the last unit.
 _RANGES = ((1 << 63) - 1, (1 << 64) - 1)
@@ -111,6 +116,8 @@ def check_expression(expression: str, *, param: str) -> None:
         raise BadRequest(
             f"the expression repeats something more than {REPEATS_MAX} times", param=param
         )
+    if _has_operation(expression):
+        raise BadRequest(f"the expression {_OPERATES}", param=param)
 
 
 def expression_refusal_of(message: str) -> str:
@@ -218,6 +225,17 @@ def _check_expressions(expressions: Iterable[Any], param: str) -> None:
             _refuse(f"a `pattern` is longer than {EXPRESSION_CHARS_MAX} characters", param)
         if _nested_repeats(expression) > REPEATS_MAX:
             _refuse(f"a `pattern` repeats something more than {REPEATS_MAX} times", param)
+        if _has_operation(expression):
+            _refuse(f"a `pattern` {_OPERATES}", param)
+
+
+def _has_operation(expression: str) -> bool:
+    """Whether the library would compute with classes, where others read plain characters."""
+    for piece in _PIECE.finditer(expression):
+        plain = re.sub(r"\\.", "a", piece["chars"] or "", flags=re.DOTALL)
+        if _OPERATION.search(plain):
+            return True
+    return False
 
 
 def _nested_repeats(expression: str) -> int:

@@ -166,6 +166,7 @@ def test_what_was_compiled_long_ago_is_forgotten():
         ({"type": "string", "format": "secret"}, "`format`"),
         ({"type": "string", "pattern": "(?=secret)"}, "`pattern`"),
         ({"type": "string", "pattern": "\\bsecret"}, "look-around"),
+        ({"type": "string", "pattern": "[s[ecret]]"}, "`pattern` has .* backslash before"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "`oneOf`"),
         ({"patternProperties": {"secret": {"type": "string"}, "s": {}}}, "`patternProperties`"),
         ({"minProperties": 2, "properties": {"secret": {}}}, "`minProperties`"),

@@ -25,6 +25,8 @@ def kit():
         ("(é|你)*好", ["好", "é你好"]),
         ("a\nb", ["a\nb"]),
         ("(?i)abc", ["abc", "ABC"]),
+        (r"[a\[b]-&&[!-\-]", ["[-&&-", "a-&&!"]),
+        ("[[:digit:]a]", ["1", "a"]),
     ],
 )
 def test_all_of_an_answer_matches_an_expression(kind, expression, texts):
@@ -53,6 +55,12 @@ def test_an_answer_goes_no_further_than_its_expression(kit):
         (r"(a)\1", "not a regular expression"),
         ("(a{1,1000}){1,1000}", "repeats something more than"),
         ("[^\\s\\S]", "not a regular expression"),
+        ("[a[b]]", "put a backslash before"),
+        ("[]a[b]]", "put a backslash before"),
+        ("[^[]", "put a backslash before"),
+        ("[a-z&&b]", "put a backslash before"),
+        ("x[ --]", "put a backslash before"),
+        ("[a~~b]", "put a backslash before"),
         ("(a*)*" * 900, "longer than"),
     ],
 )
