@@ -32,12 +32,19 @@ class RopeSpec:
         """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
 
         `source` names the file in errors. Raises CheckpointError for a type not listed above, and
-        where both blocks are there and differ: so do readers in which one counts.
+        where both blocks, or two `rope_theta`, are there and differ: so do readers in which one
+        counts.
         """
         fields, older = (_block(config.get(key), source) for key in _BLOCKS)
         if fields and older and not _says_no_more(older, fields):
             raise CheckpointError(f"{source}: {' and '.join(_BLOCKS)} differ: keep one of them")
         fields = fields or older
+        inside, outside = fields.get("rope_theta"), config.get("rope_theta")
+        if inside != outside and None not in (inside, outside):
+            raise CheckpointError(
+                f"{source}: rope_theta is {outside!r}, and {inside!r} among the RoPE parameters: "
+                "keep one of them"
+            )
         kind = _kind_of(fields)
         if kind not in ROPE_KINDS:
             raise CheckpointError(

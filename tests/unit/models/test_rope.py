@@ -53,6 +53,15 @@ def test_two_blocks_must_say_the_same() -> None:
             RopeSpec.from_config({**both, "rope_scaling": other}, "config.json")
 
 
+@pytest.mark.parametrize("block", ["rope_parameters", "rope_scaling"])
+def test_two_bases_must_be_the_same(block: str) -> None:
+    config = {"rope_theta": 10_000, block: {"rope_type": "default", "rope_theta": 10_000.0}}
+    assert RopeSpec.from_config(config, "config.json") == RopeSpec(theta=10_000.0)
+    # As one who means to change it may leave the other; which one counts depends on the reader.
+    with pytest.raises(CheckpointError, match=r"config.json: rope_theta is 5.*10000.0 among"):
+        RopeSpec.from_config({**config, "rope_theta": 500_000}, "config.json")
+
+
 @pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 512}])
 def test_the_original_context_may_stand_beside_the_block(inside: dict[str, object]) -> None:
     block = {name: value for name, value in LLAMA3.items() if name[:8] != "original"} | inside
