@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 RopeKind = Literal["default", "linear", "llama3"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")
+# What may stand there without a type. Another field is for one, or holds a block per kind of layer.
+_KINDLESS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _BLOCKS = ("rope_parameters", "rope_scaling")  # of transformers 5, and before
 
 
@@ -46,6 +48,11 @@ class RopeSpec:
                 "keep one of them"
             )
         kind = _kind_of(fields)
+        others = fields.keys() - _KINDLESS
+        if others and not (fields.get("rope_type") or fields.get("type")):
+            raise CheckpointError(
+                f"{source}: the RoPE parameters have {min(others)!r} and name no rope_type"
+            )
         if kind not in ROPE_KINDS:
             raise CheckpointError(
                 f"{source}: RoPE type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}"

@@ -89,6 +89,11 @@ def test_absent_means_default() -> None:
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"factor": 4.0}}, "'factor' and name no rope_type"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "'full_attention' and name no",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": "linear"}, "object"),
