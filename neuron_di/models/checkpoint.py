@@ -127,7 +127,7 @@ def load_weights(
     Raises CheckpointError that names the file and the tensor when one is missing, has another
     shape than config.json implies or values that `dtype` cannot hold, when a file is damaged, when
     a head is stored that is not the embedding that it is said to be, or a part of the decoder that
-    nothing reads.
+    nothing reads, or one twice.
     """
     if shard is None or shard.rank == 0:
         require_implied(folder, spec)
@@ -165,14 +165,21 @@ def load_weights(
 
 def require_implied(folder: Path, spec: ModelSpec) -> None:
     """Refuse weights of which config.json says something else, for whoever loads them by whatever
-    means. CheckpointError where a part of the decoder is stored that nothing would read, or a head
-    that is not the embedding that it is said to be."""
+    means. CheckpointError where a part of the decoder is stored that nothing would read, or twice,
+    or a head that is not the embedding that it is said to be."""
     weights = ModelWeights.allocate(spec, torch.float32, "meta")
     known = {name for name, _ in weights.stored_tensors(spec)}
+    found: set[str] = set()
     for file_name in weight_files(folder):
         path = folder / file_name
         with _told_as_damage(path), safe_open(path, framework="pt") as stored:
-            _require_known(path, set(stored.keys()) - known)
+            names = set(stored.keys())
+        _require_known(path, names - known)
+        if twice := names & known & found:  # readers differ in which one counts
+            raise CheckpointError(
+                f"{path}: tensor {min(twice)} is stored in another file, too: remove one of them"
+            )
+        found |= names
     if spec.has_tied_embeddings:
         _require_tied(folder)
 

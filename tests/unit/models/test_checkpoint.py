@@ -159,6 +159,15 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_tensor_that_two_shards_hold_is_named(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, "qwen2", num_shards=2)
+    paths = [tmp_path / f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for path in paths:
+        save_file({**load_file(path), NORM: torch.ones(128)}, path)
+    with pytest.raises(CheckpointError, match=rf"00002-of-00002.safetensors: tensor {NORM} is"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", 7])
 def test_index_cannot_point_outside_the_folder(tmp_path: Path, name: object) -> None:
     write_random_checkpoint(tmp_path, "qwen2", num_shards=2)
