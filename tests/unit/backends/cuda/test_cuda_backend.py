@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 
 import torch
 from backend_kit import decode, make_request, opened, prefill, random_prompt
-from cuda_backend_kit import NUM_BLOCKS, opened_cuda, pool_of, write_small
+from cuda_backend_kit import NUM_BLOCKS, NUM_VOCAB, opened_cuda, pool_of, write_small
 
 from neuron_di.backends import cuda_model
 from neuron_di.backends.cuda_kernels import write_kv_
@@ -18,15 +18,19 @@ from neuron_di.errors import LocalProtocolError
 from neuron_di.types import Incarnation
 
 CHUNK = 20  # of a prompt: no multiple of a block
-NUM_VOCAB = 2048  # as random prompts have it
+
+
+def small_prompt(length, seed=0):
+    """For models of any vocabulary, also of the small one."""
+    return [token % NUM_VOCAB for token in random_prompt(length, seed)]
 
 
 def three_requests():
     """Of a batch of three, in a bucket of four. Their blocks lie in no order."""
     return [
-        make_request(random_prompt(37), [9, 3, 17, 1]),
-        make_request(random_prompt(5, seed=1), [2, 20]),
-        make_request(random_prompt(16, seed=2), [11, 6]),
+        make_request(small_prompt(37), [9, 3, 17, 1]),
+        make_request(small_prompt(5, seed=1), [2, 20]),
+        make_request(small_prompt(16, seed=2), [11, 6]),
     ]
 
 
@@ -83,7 +87,7 @@ def test_the_logits_of_all_positions(llama_folder):
 
 
 def test_invariant_rows_do_not_depend_on_the_batch(tmp_path):
-    folder = write_small(tmp_path, vocab_size=NUM_VOCAB)
+    folder = write_small(tmp_path)
     with opened_cuda(folder, is_invariant=True) as backend:
         together = three_requests()
         for request in together:
@@ -96,17 +100,17 @@ def test_invariant_rows_do_not_depend_on_the_batch(tmp_path):
 
 
 def test_a_replay_is_what_decode_gave_bit_for_bit(tmp_path):
-    folder = write_small(tmp_path, vocab_size=NUM_VOCAB)
+    folder = write_small(tmp_path)
     with opened_cuda(folder, is_invariant=True) as backend:
-        first = make_request(random_prompt(37), [9, 3, 17, 1])
+        first = make_request(small_prompt(37), [9, 3, 17, 1])
         prefill(backend, first, CHUNK)
-        other = make_request(random_prompt(5, seed=1), [2, 20])
+        other = make_request(small_prompt(5, seed=1), [2, 20])
         prefill(backend, other, CHUNK)
         for _ in range(3):
             logits = decode(backend, first, other)[0].clone()
         kv = pool_of(backend)[[9, 3, 17]].clone()
     with opened_cuda(folder, is_invariant=True) as backend:
-        again = make_request(random_prompt(37), [9, 3, 17, 1], given=first.generated[:-1])
+        again = make_request(small_prompt(37), [9, 3, 17, 1], given=first.generated[:-1])
         again.generated = list(again.given)
         last_V = None
         while again.num_computed < again.num_prefilled:
@@ -153,7 +157,7 @@ def test_kv_that_nobody_brought_is_not_read(llama_folder):
 
 
 def test_another_pool_on_the_same_weights(tmp_path):
-    with opened_cuda(write_small(tmp_path, vocab_size=NUM_VOCAB)) as backend:
+    with opened_cuda(write_small(tmp_path)) as backend:
         expected = tokens_of(backend, 2)
         backend.close_pool()
         backend.open_pool(NUM_BLOCKS, Incarnation("c" * 32))
