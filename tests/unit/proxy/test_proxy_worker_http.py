@@ -12,6 +12,7 @@ from neuron_di_proxy.worker_http import ask_worker, worker_session
 BYTES_MAX = 1 << 16
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+UPGRADING = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nx"
 IN_CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n"
 
 
@@ -95,6 +96,23 @@ async def test_a_connection_that_was_ended_while_idle_is_made_again(asker, serve
     server.hang_up()
     for _ in range(2):
         assert await ask(asker, server) == (200, b"{}")
+    assert len(server.writers) == 2
+
+
+async def test_what_comes_unasked_ends_a_connection(asker, server):
+    """Or it would be taken for the answer to the next question."""
+    server.answer = OK + OK.replace(b"{}", b"[]")
+    assert await ask(asker, server) == (200, b"{}")
+    server.answer = OK
+    assert await ask(asker, server) == (200, b"{}")
+    assert len(server.writers) == 2
+
+
+async def test_who_would_speak_another_protocol_is_asked_on_a_new_connection(asker, server):
+    server.answer = UPGRADING
+    assert (await ask(asker, server))[0] == 101
+    server.answer = OK
+    assert await ask(asker, server) == (200, b"{}")
     assert len(server.writers) == 2
 
 
