@@ -21,8 +21,9 @@ from neuron_di_proxy.siblings import SiblingPlace, is_silent
 
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0  # beside the drain
-LOOK_INTERVAL_S = 1.0  # between two questions whether a process answers
-SILENT_MAX = 5  # in a row: it is frozen
+LOOK_INTERVAL_S = 5.0  # between two questions whether a process answers: each costs both a wake
+AGAIN_INTERVAL_S = 1.0  # where it did not answer the last one
+SILENT_MAX = 4  # in a row: it is frozen
 FOLDER_PREFIX = "neuron-di-proxy-"
 _FOLDER_CHARS_MAX = 107 - len("/63.socket")  # Linux' sun_path, less its end
 
@@ -99,7 +100,7 @@ class FurtherProcesses:
         giving it its part of the connections, whose clients would wait in vain."""
         num_silent = 0
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(AGAIN_INTERVAL_S if num_silent else LOOK_INTERVAL_S)
             was_silent = child.is_ready and await is_silent(self.place, index)
             num_silent = num_silent + 1 if was_silent else 0
             if num_silent == SILENT_MAX:
