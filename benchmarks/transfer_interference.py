@@ -127,9 +127,9 @@ def sending(engine: str, shape: Shape, stack: ExitStack) -> Mover:
     return _commanded(process, stack)
 
 
-def copying(shape: Shape, stack: ExitStack) -> Mover:
-    """Nothing: another process copies as many bytes within its own memory."""
-    process = LineProcess((*_MOVER, "copy", str(shape)))
+def elsewhere(what: str, shape: Shape, stack: ExitStack) -> Mover:
+    """Nothing for this process: another one does it for itself."""
+    process = LineProcess((*_MOVER, what, str(shape)))
     stack.callback(process.end)
     return _commanded(process, stack)
 
@@ -187,11 +187,14 @@ def main() -> int:
             "decode": {name: receiving(name, shape, stack) for name in ENGINES},
             "prefill": {name: sending(name, shape, stack) for name in ENGINES},
         }
-        copies = copying(shape, stack)
+        others: dict[str, Mover | None] = {
+            "memcpy elsewhere": elsewhere("copy", shape, stack),
+            "busy elsewhere": elsewhere("count", shape, stack),
+        }
         os.sched_setaffinity(0, {cores[-1]})
         decode, prefill = stack.enter_context(model_steps(folder / "model"))
         for role, step in (("decode", decode), ("prefill", prefill)):
-            kinds = {QUIET: None, **movers[role], "memcpy elsewhere": copies}
+            kinds = {QUIET: None, **movers[role], **others}
             spell_of(role, QUIET, step, None, options.spell_s)  # warms up
             for number in range(options.rounds):
                 for kind in kinds if number % 2 else reversed(kinds):

@@ -27,7 +27,9 @@ LEGEND = (
     "{num} spells of each kind, in turns; steps on one core, transfers of {shape} on the other. "
     "*By quiet*: the median step of a spell by that of the quiet spell of its round (least–most). "
     "*memcpy elsewhere*: another process copies as many bytes within its own memory, which is what "
-    "sharing the memory costs by itself."
+    "sharing the memory costs by itself. *busy elsewhere*: another process counts within its own "
+    "caches, which is what sharing anything but the memory costs, as where both cores are one's "
+    "threads."
 )
 
 
