@@ -35,8 +35,14 @@ class DaemonThreads(Executor):
             if len(self._threads) < self._num:
                 name = f"{self._name}_{len(self._threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has none left: those that run will do
+                    if not self._threads:
+                        future.cancel()
+                        raise
+                else:
+                    self._threads.append(thread)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

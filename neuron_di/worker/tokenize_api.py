@@ -73,7 +73,11 @@ class _Turns:
         self._num_queued += 1
         try:
             await self._lock.acquire()
-            working = asyncio.get_running_loop().run_in_executor(None, work)
+            try:
+                working = asyncio.get_running_loop().run_in_executor(None, work)
+            except RuntimeError:  # no thread can be started: others may have better luck
+                self._lock.release()
+                raise
             working.add_done_callback(self._end_turn)
             return await asyncio.shield(working)
         finally:

@@ -75,3 +75,19 @@ def test_what_a_call_raises_is_its_futures():
 
 def fail():
     raise ValueError("no number")
+
+
+def test_once_there_are_threads_again_calls_are_made(monkeypatch):
+    threads, start, are_left = DaemonThreads(2, "few"), threading.Thread.start, [False, True, False]
+
+    def start_if_left(thread):
+        if not are_left.pop(0):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_left)
+    with pytest.raises(RuntimeError, match="new thread"):
+        threads.submit(int)
+    calls = [threads.submit(int, number) for number in ("7", "8")]  # the first one makes both
+    assert [call.result(timeout=20) for call in calls] == [7, 8]
+    threads.shutdown()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -169,3 +170,25 @@ async def test_who_leaves_gives_its_turn_up_when_its_work_is_done(folder: Path) 
     assert status == 200
     assert prompts.num_running_max == 1
     assert prompts.num_done == 2
+
+
+async def test_a_prompt_that_got_no_thread_keeps_no_other_one_waiting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = question("completions", "x")
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1, thread_name_prefix="prompts"))
+    start = threading.Thread.start
+
+    def start_other(thread: threading.Thread) -> None:
+        if thread.name.startswith("prompts"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with serving(reader(folder)) as site:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_other)
+            failed, _ = await site.ask("/tokenize", body)
+        async with asyncio.timeout(20):
+            status, _ = await site.ask("/tokenize", body)
+    assert (failed, status) == (500, 200)
