@@ -193,8 +193,13 @@ class _Process:
             self._model = await loop.run_in_executor(None, renewed, self._model, role)
             options = replace(options, role=role)
         self._num_assembled += 1
-        self._worker = worker = Worker(options, self._model)
-        await worker.prompts.prepare_rules()
+        worker = Worker(options, self._model)
+        try:
+            await worker.prompts.prepare_rules()
+        except BaseException:  # such as that there is no further thread
+            await worker.close(keeps_weights=True)
+            raise
+        self._worker = worker
         # Its name stays, whatever it does.
         self._options = replace(options, worker_id=worker.worker_id)
         return worker

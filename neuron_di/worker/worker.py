@@ -103,11 +103,11 @@ class Worker:
         )
         try:
             self._scheduler, self._engine = self._assemble()
+            self._parts.start_engine(self._engine)
         except BaseException:  # the process may go on, in another role
             self._close_links()
             self._wait_closed()
             raise
-        self._parts.start_engine(self._engine)
 
     @property
     def connector(self) -> NeuronConnector | None:

@@ -1,6 +1,7 @@
 """What a worker refuses before it loads anything."""
 
 import socket
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -156,3 +157,32 @@ async def test_a_worker_has_what_grammars_need_before_it_serves(llama_folder):
         assert "for_grammars" in vars(worker.prompts.rules_of.__self__._maker._words)
     finally:
         await worker.close()
+
+
+@pytest.mark.parametrize("lacking", ["engine", "rules"])
+async def test_what_gets_no_thread_leaves_its_ports_to_the_next_try(
+    llama_folder, monkeypatch, lacking
+):
+    """As where a worker that could not take another role takes its old one again, and later that
+    one after all."""
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+    engine = EngineOptions(num_blocks=8, threads=1)
+    options = WorkerOptions(
+        model=str(llama_folder), role="prefill", engine=engine, signal_port=port
+    )
+    model = load_model(options.model, None, "prefill", engine)
+    own, start = process._Process(options, model, None, None), threading.Thread.start
+
+    def start_other(thread):
+        if thread.name.startswith(lacking):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_other)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await own.assemble("prefill")
+    worker = await own.assemble("prefill")
+    assert worker.prefill.signal_port == port
+    await worker.close()
