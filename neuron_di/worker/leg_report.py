@@ -4,7 +4,7 @@ import os
 from typing import Literal
 
 from neuron_di.engine import Ended, Timing
-from neuron_di.errors import NeuronDiError
+from neuron_di.errors import LocalProtocolError, NeuronDiError, WorkerFailed
 from neuron_di.transfer import Arrival
 from neuron_di.types import WorkerId
 from neuron_di.wire import REASON_CHARS_MAX, Done, Failed, Finished, LegReceipt, Released
@@ -88,3 +88,10 @@ def failed(error: NeuronDiError) -> Failed:
         fault=error.fault,
         param=error.param,
     )
+
+
+def crash_of(error: Exception) -> NeuronDiError:
+    """A bug would be met on any worker; a thread that the system refuses us another may get."""
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return WorkerFailed("this worker can start no further thread: a limit is reached here")
+    return LocalProtocolError("internal error")

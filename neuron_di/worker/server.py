@@ -34,7 +34,7 @@ from neuron_di.wire.codec import LEG_BYTES_MAX
 from neuron_di.wire.leg_link import LegKind
 from neuron_di.worker.admin_api import add_admin_routes
 from neuron_di.worker.leg_link_server import End, LegLinkServer, Say
-from neuron_di.worker.leg_report import failed
+from neuron_di.worker.leg_report import crash_of, failed
 from neuron_di.worker.orders import Orders
 from neuron_di.worker.tokenize_api import add_tokenize_routes
 from neuron_di.worker.worker import Worker
@@ -120,14 +120,7 @@ class LegAnswers:
             say(failed(error))
         except Exception as error:
             _log.exception("leg_crashed", kind=kind)
-            say(failed(_crash(error)))
-
-
-def _crash(error: Exception) -> NeuronDiError:
-    """A bug would be met on any worker; a thread that the system refuses us another may get."""
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return WorkerFailed("this worker can start no further thread: a limit is reached here")
-    return LocalProtocolError("internal error")
+            say(failed(crash_of(error)))
 
 
 def bind(host: str, port: int) -> socket.socket:

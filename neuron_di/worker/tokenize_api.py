@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from neuron_di.errors import BadRequest, CapacityError, LocalProtocolError, NeuronDiError
+from neuron_di.errors import BadRequest, CapacityError, NeuronDiError
 from neuron_di.obs import get_logger
 from neuron_di.wire import (
     Decoder,
@@ -19,7 +19,7 @@ from neuron_di.wire import (
     encode_json,
     tokenize_decoder,
 )
-from neuron_di.worker.leg_report import failed
+from neuron_di.worker.leg_report import crash_of, failed
 from neuron_di.worker.prompts import PromptReader
 
 _log = get_logger(__name__)
@@ -99,9 +99,9 @@ def _handler(
             return _refusal(error)
         except web.HTTPException:
             raise
-        except Exception:
+        except Exception as error:
             _log.exception("tokenize_crashed", path=request.path)
-            return _refusal(LocalProtocolError("internal error"))
+            return _refusal(crash_of(error))
         return web.Response(body=body, content_type="application/json")
 
     return handle
