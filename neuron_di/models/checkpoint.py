@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,15 @@ LoadProgress = Callable[[int, int], None]
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
+_ADAPTER_NAME = "adapter_config.json"  # of peft
 _FLOAT_DTYPES = ("F32", "BF16", "F16")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS = 4096  # of two tensors that are compared
+# Endings of what GPTQ, AWQ, FP8, bitsandbytes and compressed-tensors store beside or for a weight.
+_QUANTIZED = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|SCB|absmax|nested_absmax|quant_map|weight_packed|weight_shape"
+    r"|weight_zero_point|(weight|input|output|k|v)_(global_)?scale(_inv|_2)?)$|\.quant_state\."
+)
 _DIGEST_SAMPLES = 64  # per weights file
 _DIGEST_SAMPLE_BYTES = 4096
 
@@ -30,10 +37,19 @@ _DIGEST_SAMPLE_BYTES = 4096
 def resolve_checkpoint(model: str) -> Path:
     """The local folder of a model given as a folder or as a Hugging Face hub id.
 
-    A hub id is downloaded, or taken from the hub's cache. Raises CheckpointError.
+    A hub id is downloaded, or taken from the hub's cache. Raises CheckpointError, also for an
+    adapter: its weights would be left out, and transformers applies them wherever peft is there.
     """
-    if (folder := local_folder(model)) is not None:
-        return folder
+    folder = local_folder(model) or _downloaded(model)
+    if (folder / _ADAPTER_NAME).exists():
+        raise CheckpointError(
+            f"{folder / _ADAPTER_NAME}: adapters (LoRA) are not supported: serve a folder with the "
+            "merged model (peft's merge_and_unload), or remove this file where that is done"
+        )
+    return folder
+
+
+def _downloaded(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -60,7 +76,10 @@ def weight_files(folder: Path) -> list[str]:
         return [_SINGLE_NAME]
     index = folder / _INDEX_NAME
     if not index.is_file():
-        raise CheckpointError(f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}")
+        raise CheckpointError(
+            f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}: other forms (.bin, .gguf) are "
+            "not read; load them with transformers, and save_pretrained writes these"
+        )
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
@@ -221,11 +240,18 @@ def _require_known(path: Path, others: set[str]) -> None:
     """Refuse a bias, a norm or a layer that would be left out: another text would be generated."""
     for name in sorted(others):
         # What is beside the decoder changes no token; old checkpoints hold RoPE's frequencies.
-        if name.startswith("model.") and ".rotary_emb." not in name:
+        is_meant = name.startswith(("model.", "lm_head.")) or ".lora_" in name
+        if not is_meant or name == _HEAD or ".rotary_emb." in name:
+            continue
+        if _QUANTIZED.search(name):
             raise CheckpointError(
-                f"{path}: tensor {name} is stored, but config.json implies none: mend config.json "
-                "(attention_bias, mlp_bias, num_hidden_layers, architectures), or remove the tensor"
+                f"{path}: tensor {name} is of a quantized model, which is not supported; use the "
+                "float32, bfloat16 or float16 checkpoint"
             )
+        raise CheckpointError(
+            f"{path}: tensor {name} is stored, but config.json implies none: mend config.json "
+            "(attention_bias, mlp_bias, num_hidden_layers, architectures), or remove the tensor"
+        )
 
 
 def _stored_shape(target: torch.Tensor, part: Part | None) -> list[int]:

@@ -89,11 +89,50 @@ def test_missing_tensor_is_named(llama_folder: Path) -> None:
         "model.layers.0.self_attn.q_proj.bias",
         "model.layers.0.self_attn.k_norm.weight",
         "model.layers.3.input_layernorm.weight",
+        "lm_head.bias",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
     ],
 )
 def test_a_part_that_would_be_left_out_is_named(llama_folder: Path, name: str) -> None:
     edit_tensors(llama_folder, lambda tensors: tensors.update({name: torch.ones(128)}))
     with pytest.raises(CheckpointError, match=rf"{name} is stored, but config\.json implies none"):
+        load(llama_folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.down_proj.g_idx",  # GPTQ's, and AWQ's but for this one
+        "model.layers.0.mlp.down_proj.qzeros",
+        "model.layers.0.mlp.down_proj.weight_scale",  # FP8's
+        "model.layers.0.mlp.down_proj.weight_scale_inv",
+        "model.layers.0.mlp.down_proj.input_scale",
+        "model.layers.0.self_attn.k_proj.k_scale",
+        "model.layers.0.mlp.down_proj.weight.absmax",  # bitsandbytes'
+        "model.layers.0.mlp.down_proj.weight.quant_state.bitsandbytes__nf4",
+        "model.layers.0.mlp.down_proj.weight_packed",  # compressed-tensors'
+        "lm_head.qweight",
+    ],
+)
+def test_a_quantized_model_is_told_as_one(llama_folder: Path, name: str) -> None:
+    edit_tensors(llama_folder, lambda tensors: tensors.update({name: torch.ones(4)}))
+    with pytest.raises(CheckpointError, match=rf"{name} is of a quantized model.*bfloat16"):
+        load(llama_folder)
+
+
+def test_an_adapter_is_told_as_one(llama_folder: Path, tmp_path: Path) -> None:
+    (llama_folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    shutil.copy(llama_folder / "adapter_config.json", adapter)
+    for folder in (llama_folder, adapter):  # beside a model, and alone
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json: adapters.*merge_and"):
+            resolve_checkpoint(str(folder))
+
+
+def test_another_form_of_weights_is_told_what_is_read(llama_folder: Path) -> None:
+    (llama_folder / "model.safetensors").rename(llama_folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"\.bin.*are not read.*save_pretrained"):
         load(llama_folder)
 
 
