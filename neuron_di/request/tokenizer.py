@@ -69,8 +69,11 @@ class Tokenizer:
         backend = _read_backend(folder / "tokenizer.json")
         config = _read_config(folder / "tokenizer_config.json")
         older: dict[str, Any] = {}  # where special tokens stood before
-        if "added_tokens_decoder" not in config:
+        added = config.get("added_tokens_decoder")
+        if added is None:
             older = _read_config(folder / "special_tokens_map.json")
+            added = {id_: text for text, id_ in _read_config(folder / "added_tokens.json").items()}
+        _require_known_tokens(backend, config, added, folder)
         special_tokens = {
             name: text
             for name in _NAMED_SPECIAL_TOKENS
@@ -306,6 +309,23 @@ def _read_chat_template(
         return ChatTemplate(source, special_tokens)
     except jinja2.TemplateError as error:
         raise CheckpointError(f"{path} holds a broken chat template: {error}") from None
+
+
+def _require_known_tokens(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], added: Any, folder: Path
+) -> None:
+    """Refuse a token of which tokenizer.json does not know, as one copied from another model does
+    not: transformers adds it, and here a chat's prompt would have its letters in its place."""
+    named = [added, *(config.get(f"{kind}_special_tokens") for kind in ("additional", "extra"))]
+    for tokens in named:
+        for token in tokens.values() if isinstance(tokens, dict) else tokens or []:
+            text = _token_content(token)
+            if text is not None and backend.token_to_id(text) is None:
+                raise CheckpointError(
+                    f"{folder / 'tokenizer.json'} lacks the token {text!r}, which stands among the "
+                    "added or special ones of the files beside it: load the tokenizer with "
+                    "transformers and save it again (save_pretrained), or remove the token there"
+                )
 
 
 def _read_text(path: Path) -> str | None:

@@ -181,6 +181,35 @@ def test_a_broken_template_names_the_file(tmp_path):
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"402": {"content": "<|im_start|>"}}}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<|turn|>", "<|im_start|>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<|im_start|>"}}),
+        ("added_tokens.json", {"<|im_start|>": 402}),
+    ],
+)
+def test_a_token_that_only_the_files_beside_it_name_is_refused(tmp_path, file, content):
+    write_folder(tmp_path, "byte_level")
+    (tmp_path / file).write_text(json.dumps(content))
+    assert len(AutoTokenizer.from_pretrained(tmp_path).encode("<|im_start|>")) == 1
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json lacks the token '<\|im_start\|>'"):
+        Tokenizer.load(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)  # the remedy
+    assert len(Tokenizer.load(tmp_path).encode("<|im_start|>")) == 1
+
+
+def test_tokens_that_both_files_name_are_fine(tmp_path):
+    write_folder(
+        tmp_path,
+        "byte_level",
+        added_tokens_decoder={"0": {"content": "<|end|>"}},
+        additional_special_tokens=[{"content": "<|turn|>"}],
+    )
+    assert Tokenizer.load(tmp_path).encode("<|turn|>") == [1]
+
+
 def test_without_a_config_there_is_neither_eos_nor_chat(tmp_path):
     write_folder(tmp_path, "byte_level")
     (tmp_path / "tokenizer_config.json").unlink()
