@@ -16,7 +16,7 @@ from neuron_di.config.load import (
     options_of_values,
     refused_variables,
 )
-from neuron_di.config.model_folder import local_folder, model_name_of
+from neuron_di.config.model_folder import local_folder, model_name_of, require_no_pointer
 from neuron_di.config.neuron import NeuronOptions
 from neuron_di.config.option import ByteSize
 from neuron_di.config.options import (
@@ -67,6 +67,7 @@ __all__ = [
     "raise_descriptor_limit",
     "refused_variables",
     "require_address",
+    "require_no_pointer",
     "require_threads",
     "usable_cores",
 ]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from neuron_di.errors import CheckpointError
 
+_POINTER = b"version https://git-lfs"
+
 
 def local_folder(model: str) -> Path | None:
     """The folder that it names; None for a hub id, which is NAME or OWNER/NAME.
@@ -25,6 +27,13 @@ def local_folder(model: str) -> Path | None:
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
         raise CheckpointError(f"model folder {model} does not exist")
     return None
+
+
+def require_no_pointer(path: Path) -> None:
+    """CheckpointError where only Git LFS' pointer to the file lies, as in a clone without it."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: run git lfs pull")
 
 
 def model_name_of(model: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_di.config import local_folder
+from neuron_di.config import local_folder, require_no_pointer
 from neuron_di.errors import CheckpointError
 from neuron_di.models.shard import Part, Shard
 from neuron_di.models.spec import ModelSpec, read_json_object
@@ -206,6 +206,7 @@ def require_implied(folder: Path, spec: ModelSpec) -> None:
 @contextlib.contextmanager
 def _told_as_damage(path: Path) -> Iterator[None]:
     try:
+        require_no_pointer(path)
         yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or cannot be read: {error}") from error

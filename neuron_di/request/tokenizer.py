@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 from tokenizers.decoders import Sequence as DecoderSequence
 
+from neuron_di.config import require_no_pointer
 from neuron_di.errors import BadRequest, CheckpointError
 from neuron_di.request.chat_template import ChatExtras, ChatTemplate
 from neuron_di.request.template_traits import template_traits
@@ -261,6 +262,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     text = _read_text(path)
     if text is None:
         raise CheckpointError(f"{path} is missing: a model folder needs its tokenizer")
+    require_no_pointer(path)
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more precise

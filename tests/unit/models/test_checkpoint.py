@@ -14,6 +14,7 @@ from neuron_di.models import (
     load_weights,
     resolve_checkpoint,
 )
+from neuron_di.request import Tokenizer
 from neuron_di.testing import write_random_checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -181,6 +182,14 @@ def test_damaged_header_is_named(llama_folder: Path) -> None:
     content[0:8] = b"\xff" * 8
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load(llama_folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_told_as_one(llama_folder: Path, name: str) -> None:
+    (llama_folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of Git LFS.*git lfs pull"):
+        Tokenizer.load(llama_folder)
         load(llama_folder)
 
 
