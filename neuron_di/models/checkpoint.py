@@ -67,14 +67,16 @@ def _downloaded(model: str) -> Path:
 def weight_files(folder: Path) -> list[str]:
     """Names of the checkpoint's safetensors files.
 
-    Raises CheckpointError that names what is missing, config.json and tokenizer.json included.
+    Raises CheckpointError that names what is missing, config.json and tokenizer.json included, or
+    where the weights are there twice: transformers leaves a single file when it saves shards.
     """
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing")
-    if (folder / _SINGLE_NAME).is_file():
-        return [_SINGLE_NAME]
     index = folder / _INDEX_NAME
+    is_single = (folder / _SINGLE_NAME).is_file()
+    if is_single and not index.is_file():
+        return [_SINGLE_NAME]
     if not index.is_file():
         raise CheckpointError(
             f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}: other forms (.bin, .gguf) are "
@@ -88,9 +90,16 @@ def weight_files(folder: Path) -> list[str]:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index}: {name!r} is not a file name in this folder")
         names.add(name)
-    for name in sorted(names):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing; {_INDEX_NAME} lists it")
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if is_single and (missing or names == {_SINGLE_NAME}):  # an index of before
+        return [_SINGLE_NAME]
+    if is_single:  # readers differ in which ones count
+        raise CheckpointError(
+            f"{folder} has {_SINGLE_NAME}, and the files that {_INDEX_NAME} lists: remove the one "
+            "or the others, whichever are older"
+        )
+    if missing:
+        raise CheckpointError(f"{folder / missing[0]} is missing; {_INDEX_NAME} lists it")
     return sorted(names)
 
 

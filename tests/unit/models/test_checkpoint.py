@@ -207,6 +207,16 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_weights_that_are_there_twice_are_refused(tmp_path: Path, llama_folder: Path) -> None:
+    write_random_checkpoint(tmp_path / "sharded", "llama", num_shards=2, seed=1)
+    for file in (tmp_path / "sharded").glob("model*"):
+        shutil.copy(file, llama_folder)
+    with pytest.raises(CheckpointError, match=r"has model\.safetensors, and .*: remove the one"):
+        load(llama_folder)
+    (llama_folder / "model-00002-of-00002.safetensors").unlink()  # what is left are no weights
+    load(llama_folder)
+
+
 def test_a_tensor_that_two_shards_hold_is_named(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, "qwen2", num_shards=2)
     paths = [tmp_path / f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
