@@ -73,7 +73,7 @@ class Tokenizer:
         added = config.get("added_tokens_decoder")
         if added is None:
             older = _read_config(folder / "special_tokens_map.json")
-            added = {id_: text for text, id_ in _read_config(folder / "added_tokens.json").items()}
+            added = list(_read_config(folder / "added_tokens.json"))  # its keys are the texts
         _require_known_tokens(backend, config, added, folder)
         special_tokens = {
             name: text
@@ -319,8 +319,8 @@ def _require_known_tokens(
     """Refuse a token of which tokenizer.json does not know, as one copied from another model does
     not: transformers adds it, and here a chat's prompt would have its letters in its place."""
     named = [added, *(config.get(f"{kind}_special_tokens") for kind in ("additional", "extra"))]
-    for tokens in named:
-        for token in tokens.values() if isinstance(tokens, dict) else tokens or []:
+    for tokens in (each for each in named if isinstance(each, (dict, list))):
+        for token in tokens.values() if isinstance(tokens, dict) else tokens:
             text = _token_content(token)
             if text is not None and backend.token_to_id(text) is None:
                 raise CheckpointError(
