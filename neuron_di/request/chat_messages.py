@@ -37,6 +37,7 @@ def check_messages(
     takes_tool_calls: bool,
     takes_calls_with_content: bool,
     takes_results: bool,
+    takes_system: bool,
     knows_developer: bool,
 ) -> list[dict[str, Any]]:
     """The messages as a template reads them; `messages` is the client's JSON.
@@ -44,10 +45,10 @@ def check_messages(
     `takes_tool_calls`: the template knows calls. `takes_calls_with_content`: also beside a content,
     which others read as text, calls or not; a template that does not knows calls by none.
     `takes_results`: that it shows a tool's messages. For another template these are refused: it
-    would pass over them without a word. `knows_developer`: that it knows this role. For another a
-    developer is the system: templates pass over roles that they do not know, too, or name them to
-    a model that never met them. Raises BadRequest or TooLarge, whose param is "messages" or a part
-    of it.
+    would pass over them without a word. `takes_system`: the same of a system's message that begins
+    a chat. `knows_developer`: that it knows this role. For another a developer is the system:
+    templates pass over roles that they do not know, too, or name them to a model that never met
+    them. Raises BadRequest or TooLarge, whose param is "messages" or a part of it.
     """
     if not isinstance(messages, list) or not messages:
         raise _bad("messages must be a list with at least one message")
@@ -71,6 +72,8 @@ def check_messages(
         for message in checked:
             if message["role"] == "developer":
                 message["role"] = "system"
+    if checked[0]["role"] == "system" and not takes_system:
+        raise _not_shown("system's messages", "messages[0].role")
     return checked
 
 

@@ -41,6 +41,7 @@ _RESERVED = frozenset(
 )
 _TOOL_ROLE = re.compile("""["']tool["']""")
 _PROBE = "shown-by-the-template"
+_ASK = {"role": "user", "content": "a"}
 _AS_OBJECT = {_PROBE: 1}  # a call's arguments
 _AS_TEXT = json.dumps(_AS_OBJECT)
 _END_MARK = "<end-of-final-message> "  # with a space, which shows whether contents are trimmed
@@ -99,7 +100,8 @@ class ChatTemplate:
             takes_tool_calls="tool_calls" in self.source,
             takes_calls_with_content=self._takes_calls_with_content,
             takes_results=self._takes_results,
-            knows_developer="developer" in self.source,
+            takes_system=self._takes_system,
+            knows_developer=self._knows_developer,
         )
         broken = _broken_calls(checked)
         calls = [call for message in checked for call in message.get("tool_calls", ())]
@@ -115,6 +117,7 @@ class ChatTemplate:
             "add_generation_prompt": extras.add_generation_prompt,
             **self._check_kwargs(extras.template_kwargs, extras.reasoning_effort),
         }
+        self._check_system_shown(checked, variables)
         try:
             text = self._generate(extras.now_unix_s, variables)
         except BadRequest as error:
@@ -161,13 +164,50 @@ class ChatTemplate:
         if _TOOL_ROLE.search(self.source):
             return True
         answer = {"role": "assistant", "content": "b"}
-        return self._shows(answer, {"role": "tool", "content": _PROBE})
+        return self._shows(_ASK, answer, {"role": "tool", "content": _PROBE})
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether a system's message that begins a chat is shown. Some pass over it."""
+        return self._shows({"role": "system", "content": _PROBE}, _ASK)
+
+    @cached_property
+    def _knows_developer(self) -> bool:
+        """As of a system's. A template may name a developer for another reason."""
+        developer = {"role": "developer", "content": _PROBE}
+        return "developer" in self.source and self._shows(developer, _ASK)
+
+    def _check_system_shown(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> None:
+        """Refuse further messages of a system where the template shows only one of them."""
+        places = [
+            index
+            for index, message in enumerate(messages)
+            if message["role"] in ("system", "developer")
+        ]
+        if places in ([], [0]):  # see `_takes_system`
+            return
+        probed = list(messages)
+        for index in places:
+            probed[index] = {**messages[index], "content": f"{_PROBE}-{index}-"}
+        try:
+            text = self._generate(None, {**variables, "messages": probed})
+        except BadRequest:  # it says itself what it does not take
+            return
+        for index in places:
+            if f"{_PROBE}-{index}-" not in text:
+                raise BadRequest(
+                    f"this model's chat template passes over messages[{index}]: "
+                    "it takes no system's message at this place of these messages",
+                    param=f"messages[{index}].role",
+                )
 
     @cached_property
     def _takes_calls_with_content(self) -> bool:
         """Whether calls are shown beside a content, as without. DeepSeek-R1's are without only."""
-        return self._shows(_called("b", _AS_OBJECT)) or not any(
-            self._shows(_called(None, each), or_else=False) for each in (_AS_OBJECT, _AS_TEXT)
+        return self._shows(_ASK, _called("b", _AS_OBJECT)) or not any(
+            self._shows(_ASK, _called(None, each), or_else=False) for each in (_AS_OBJECT, _AS_TEXT)
         )
 
     @cached_property
@@ -175,15 +215,15 @@ class ChatTemplate:
         """Whether a call's arguments must be JSON's text, not an object. DeepSeek-R1's must."""
         content = "" if self._takes_calls_with_content else None
         takes_object, takes_text = (
-            self._shows(_called(content, each), or_else=False) for each in (_AS_OBJECT, _AS_TEXT)
+            self._shows(_ASK, _called(content, each), or_else=False)
+            for each in (_AS_OBJECT, _AS_TEXT)
         )
         return takes_text and not takes_object
 
     def _shows(self, *messages: dict[str, Any], or_else: bool = True) -> bool:
         """Whether the probe in these is in the text; `or_else`: where there is no text."""
-        chat = [{"role": "user", "content": "a"}, *messages]
         try:
-            return _PROBE in self._generate(None, {"messages": chat})
+            return _PROBE in self._generate(None, {"messages": list(messages)})
         except BadRequest:  # as a rule it says itself what it does not take
             return or_else
 

@@ -72,6 +72,7 @@ def test_b20_parts_that_are_no_text_are_for_the_worker_to_refuse(part):
             takes_tool_calls=True,
             takes_calls_with_content=True,
             takes_results=True,
+            takes_system=True,
             knows_developer=True,
         )
     assert error.value.param == "messages"

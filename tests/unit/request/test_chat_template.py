@@ -30,6 +30,7 @@ TEMPLATES = {
 {{- bos_token }}
 {% for m in messages %}
     {% if m.role == 'system' %}
+({{ m.content }})
     {% continue %}
     {% endif %}
     {% set ns.count = ns.count + 1 %}
