@@ -102,3 +102,20 @@ def continued_of(records: Sequence[RequestRecord]) -> Continued | None:
         continued=sum(each.continued for each in said),
         grade="exact" if all(each.grade == "exact" for each in said) else "recomputed",
     )
+
+
+def route_headers(records: Sequence[RequestRecord]) -> Headers:
+    """Where choice 0 comes from, and what all choices went through.
+
+    Of a stream, as known at its first byte.
+    """
+    if not records or not records[0].attempts:
+        return []
+    last = records[0].attempts[-1]
+    prefill_id, decode_id = last.route.prefill.worker_id, last.route.decode.worker_id
+    route = f"prefill={prefill_id}; decode={decode_id}; attempt={last.number}"
+    headers = [("x-neuron-di-route", route)]
+    continued = continued_of(records)
+    if continued is not None:
+        headers.append(("x-neuron-di-continued", str(continued.continued)))
+    return headers

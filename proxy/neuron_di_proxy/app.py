@@ -43,9 +43,9 @@ from neuron_di_proxy.metrics import CONTENT_TYPE
 from neuron_di_proxy.openapi import openapi_document
 from neuron_di_proxy.quart_reply import QuartReply
 from neuron_di_proxy.request_head import check_headers
-from neuron_di_proxy.request_id import fresh_id
+from neuron_di_proxy.request_id import client_id_of, fresh_id
 from neuron_di_proxy.response_pieces import pieces_of
-from neuron_di_proxy.service import Exchange, Service, client_id_of
+from neuron_di_proxy.service import Exchange, Service
 from neuron_di_proxy.siblings import Siblings
 from neuron_di_proxy.status import HealthAnswer, report_health, report_proxy, report_status
 from neuron_di_proxy.tenant import NOBODY

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from neuron_di.errors import CapacityError
 from neuron_di.wire import ToolFormat, WorkerRecord
 from neuron_di_proxy.known_models import KnownModels
 from neuron_di_proxy.route import Directory
@@ -19,6 +20,14 @@ class ModelTraits:
     context_tokens: int | None = None  # of the worker that holds the most
     # Of `SamplingParams`, by name: what requests take that do not say.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TraitsUnknown(CapacityError):
+    """Raised where a request is read for a model of which no worker has said anything yet."""
+
+    def __init__(self, model: str, reason: str = "no worker is known") -> None:
+        super().__init__(reason)
+        self.model = model
 
 
 FORMER_MAX = 64
@@ -53,6 +62,17 @@ class TraitsBook:
             if not records:
                 return self._former.get(model, _UNKNOWN)
             found = self._traits[model] = _traits_of(records)
+        return found
+
+    def said_of(self, model: str) -> ModelTraits:
+        """As `of`, but raises TraitsUnknown instead of giving the defaults.
+
+        A request that is read by these has no reasoning and no defaults of its model's, and may be
+        refused for tools that the model knows.
+        """
+        found = self.of(model)
+        if found is _UNKNOWN:
+            raise TraitsUnknown(model)
         return found
 
 

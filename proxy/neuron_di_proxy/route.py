@@ -279,6 +279,10 @@ class Router:
             spare = spare or Route(prefill, decode)
         return spare
 
+    def what_is_missing(self, model: str) -> str:
+        """For a request of `model` to be served. Empty when nothing is."""
+        return self._what_is_missing(self._directory.workers(), model)
+
     def _what_is_missing(self, known: Iterable[WorkerRecord], model: str) -> str:
         """Empty when nothing is."""
         ready = [r for r in known if r.model == model and r.state == "ready"]

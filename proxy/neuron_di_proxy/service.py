@@ -9,9 +9,8 @@ Next: proxy/neuron_di_proxy/request_reader.py, proxy/neuron_di_proxy/choices.py
 
 import asyncio
 import random
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from typing import Self
 
@@ -25,7 +24,7 @@ from neuron_di.types import RequestId
 from neuron_di.wire import Failed
 from neuron_di_proxy.admin import Admin
 from neuron_di_proxy.admission import Admission, Ticket
-from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer, continued_of
+from neuron_di_proxy.answer import StreamedAnswer, WholeAnswer, route_headers
 from neuron_di_proxy.choice_request import ChoiceRequest, Endpoint
 from neuron_di_proxy.choices import Choice, ChoiceSink, choice_id, run_choices
 from neuron_di_proxy.client_request import ClientRequest
@@ -36,13 +35,13 @@ from neuron_di_proxy.health_report import HealthReport
 from neuron_di_proxy.keys import Keys
 from neuron_di_proxy.known_models import KnownModels
 from neuron_di_proxy.metrics import Metrics
-from neuron_di_proxy.model_traits import TraitsBook
+from neuron_di_proxy.model_traits import TraitsBook, TraitsUnknown
 from neuron_di_proxy.openai_response import answer_to
 from neuron_di_proxy.policy import POLICIES
 from neuron_di_proxy.receipts import Receipt, ReceiptStore, RequestRecord, durations_of, num_taken
-from neuron_di_proxy.recovery import RequestRunner
+from neuron_di_proxy.recovery import ROUTE_POLL_S, RequestRunner
 from neuron_di_proxy.reply import Headers, Reply
-from neuron_di_proxy.request_id import fresh_id
+from neuron_di_proxy.request_id import client_id_of, fresh_id
 from neuron_di_proxy.request_reader import RequestReader
 from neuron_di_proxy.route import Directory, Router
 from neuron_di_proxy.self_test import PairBook, PairResult, SelfTest
@@ -51,8 +50,6 @@ from neuron_di_proxy.tenant import Tenant
 from neuron_di_proxy.trace_context import TraceContext
 from neuron_di_proxy.tracing import Tracing
 from neuron_di_proxy.worker_client import WorkerClient
-
-_CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # printable, and safe in a header and a log
 
 _log = get_logger(__name__)
 
@@ -92,7 +89,7 @@ class Service:
         self.tracing = Tracing(config.front.otlp_endpoint, self.metrics.count_traces)
         self._self_test = SelfTest(self.client, directory, self.health, limits, self.pairs, rng)
         self.traits = TraitsBook(directory, models)
-        self.reader = RequestReader(limits.choices_max, self.traits.of)
+        self.reader = RequestReader(limits.choices_max, self.traits.said_of)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -241,7 +238,11 @@ class Exchange:
         Cancelling gives the request up: its client has left.
         """
         try:
-            wanted = self._read(body)
+            try:
+                wanted = self._read(body)
+            except TraitsUnknown as unknown:
+                await self._wait_until_known(unknown)
+                wanted = self._read(body)
             if not self._service.admission.start_at_once(self._ticket):
                 await self._wait_turn(wanted)
             await self._run(wanted, reply)
@@ -266,28 +267,50 @@ class Exchange:
             if self._tenant.max_tokens is not None:
                 wanted = self._within_tenants_limits(wanted)
             self._ticket.take(wanted.num_choices, wanted.cost)
+        except TraitsUnknown:
+            raise
         except NeuronDiError as error:
             self._service.metrics.count_refused(failure_of(error).code)
             raise
         return wanted
 
-    async def _wait_turn(self, wanted: ClientRequest) -> None:
+    async def _wait_until_known(self, unknown: TraitsUnknown) -> None:
+        """Wait for a worker of the model: how a request is read depends on what it says."""
         service = self._service
-        counts = service.metrics.of(wanted.model)
-        counts.num_waiting += wanted.num_choices
+        deadline = Deadline.after(service.limits.queue_timeout_s)
+        with self._waiting(unknown.model, 1):  # how many choices it has will be read then
+            while True:
+                if self._ticket.refusal is not None:
+                    raise self._ticket.refusal
+                with suppress(TraitsUnknown):
+                    service.traits.said_of(unknown.model)
+                    return
+                if deadline.has_passed():
+                    reason = service.router.what_is_missing(unknown.model)
+                    raise TraitsUnknown(unknown.model, reason)
+                await service.health.wait_change(min(ROUTE_POLL_S, deadline.remaining_s()))
+
+    async def _wait_turn(self, wanted: ClientRequest) -> None:
+        with self._waiting(wanted.model, wanted.num_choices):
+            await self._ticket.turn(Deadline.after(self._service.limits.queue_timeout_s))
+
+    @contextmanager
+    def _waiting(self, model: str, num_choices: int) -> Iterator[None]:
+        """Count them meanwhile, and what came of it but that they may go on."""
+        metrics = self._service.metrics
+        counts = metrics.of(model)
+        counts.num_waiting += num_choices
         try:
-            await self._ticket.turn(Deadline.after(service.limits.queue_timeout_s))
+            yield
         except NeuronDiError as error:
-            service.metrics.count_refused(failure_of(error).code)
+            metrics.count_refused(failure_of(error).code)
             raise
         except asyncio.CancelledError:
             waited_s = now_s() - self._arrived_s
-            service.metrics.count_left(
-                wanted.model, self._tenant.name, wanted.num_choices, waited_s
-            )
+            metrics.count_left(model, self._tenant.name, num_choices, waited_s)
             raise
         finally:
-            counts.num_waiting -= wanted.num_choices
+            counts.num_waiting -= num_choices
 
     def _within_tenants_limits(self, wanted: ClientRequest) -> ClientRequest:
         sampling = wanted.sampling
@@ -336,13 +359,14 @@ class Exchange:
     def _log_failure(self, error: Exception) -> None:
         """Say all of it here: clients are not told where things are.
 
-        What was refused before a worker was asked is counted, not logged: there may be a flood.
+        What was refused before a worker was looked for is counted, not logged: it may be a flood.
         """
         failed = failure_of(error)
         if not isinstance(error, NeuronDiError):
             _log.exception("internal_error", request=self.request_id)
-        elif failed.fault != "client" and self._records:
-            reason, model = failed.message, self._records[0].model
+        elif failed.fault != "client" and (self._records or isinstance(error, TraitsUnknown)):
+            reason = failed.message
+            model = error.model if isinstance(error, TraitsUnknown) else self._records[0].model
             if model not in self._service.model_names():  # then it is the client's own word
                 reason = reason.replace(repr(model), "(hidden)")
             _log.warning("request_failed", request=self.request_id, code=failed.code, reason=reason)
@@ -357,7 +381,7 @@ class Exchange:
             reply.end(stream_error(error))
             return
         refusal = refusal_of(error, self.echoed_id)
-        headers = [*refusal.headers, *_route_headers(self._records)]
+        headers = [*refusal.headers, *route_headers(self._records)]
         reply.begin(refusal.status, headers, length=len(refusal.body), first=refusal.body)
         reply.end()
 
@@ -366,31 +390,4 @@ class Exchange:
         if content_type == "text/event-stream":
             # Middle boxes must pass each event on as it comes.
             headers += [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
-        return [*headers, ("x-request-id", self.echoed_id), *_route_headers(self._records)]
-
-
-def client_id_of(headers: Mapping[str, str]) -> str | None:
-    """The id that a client gave its request, if it did. BadRequest when it cannot be echoed."""
-    given = headers.get("x-request-id")
-    if given is not None and _CLIENT_ID.fullmatch(given) is None:
-        raise BadRequest(
-            "X-Request-Id may have 1 to 128 letters, digits and ._:/+=@-", param="X-Request-Id"
-        )
-    return given
-
-
-def _route_headers(records: Sequence[RequestRecord]) -> Headers:
-    """Where choice 0 comes from, and what all choices went through.
-
-    Of a stream, as known at its first byte.
-    """
-    if not records or not records[0].attempts:
-        return []
-    last = records[0].attempts[-1]
-    prefill_id, decode_id = last.route.prefill.worker_id, last.route.decode.worker_id
-    route = f"prefill={prefill_id}; decode={decode_id}; attempt={last.number}"
-    headers = [("x-neuron-di-route", route)]
-    continued = continued_of(records)
-    if continued is not None:
-        headers.append(("x-neuron-di-continued", str(continued.continued)))
-    return headers
+        return [*headers, ("x-request-id", self.echoed_id), *route_headers(self._records)]

@@ -161,14 +161,14 @@ async def test_who_came_before_all_workers_is_counted_in_one_place(stack, cluste
     await until(waits)
     proxy.directory.records.append(cluster.prefill.record)
 
-    async def is_known():
-        return (await samples(proxy)).get(("neuron_di_workers", "prefill", "up")) == 1
+    async def waits_as_the_models():
+        return (await samples(proxy)).get(("vllm:num_requests_waiting", "tiny")) == 1
 
-    await until(is_known)
+    await until(waits_as_the_models)
     seen = await samples(proxy)
     kinds = ("running", "waiting")
-    assert [seen[f"vllm:num_requests_{kind}", "tiny"] for kind in kinds] == [0, 0]
-    assert [seen[f"vllm:num_requests_{kind}", "other"] for kind in kinds] == [0, 1]
+    assert [seen[f"vllm:num_requests_{kind}", "tiny"] for kind in kinds] == [0, 1]
+    assert [seen[f"vllm:num_requests_{kind}", "other"] for kind in kinds] == [0, 0]
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from request_bodies import CHOICES_MAX, chat, completion
 from running_proxy import AT_ONCE, ListDirectory
+from scripted_worker import make_record
 
 from neuron_di.config import ProxyOptions
 from neuron_di_proxy.admission import Ticket
@@ -58,7 +59,8 @@ async def test_the_queue_goes_by_it(monkeypatch):
         costs.append((num_places, cost))
 
     monkeypatch.setattr(Ticket, "take", take)
-    service = Service(ProxyOptions(limits=AT_ONCE), ListDirectory([]))
+    directory = ListDirectory([make_record("p1", "prefill")])  # of the request's model
+    service = Service(ProxyOptions(limits=AT_ONCE), directory)
     exchange = service.open("completions", {})
     body = b'{"model": "tiny", "prompt": "%b", "max_tokens": 7, "n": 2}' % (b"x" * 38)
     answering = asyncio.create_task(exchange.answer(body, QuartReply(0)))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from metric_samples import parse
 from running_proxy import AT_ONCE, ListDirectory
-from scripted_worker import finished
+from scripted_worker import finished, make_record
 
 from neuron_di.config import LimitOptions, ProxyOptions
 from neuron_di.errors import RateLimited
@@ -70,7 +70,8 @@ def test_what_a_limit_refuses_is_counted(service, monkeypatch):
 
 async def test_who_leaves_before_its_turn_is_counted(monkeypatch):
     limits = LimitOptions(requests_max=1)
-    service = Service(ProxyOptions(limits=limits), ListDirectory([]))
+    directory = ListDirectory([make_record("p1", "prefill")])  # of the request's model
+    service = Service(ProxyOptions(limits=limits), directory)
     monkeypatch.setattr(service.keys, "tenant_of", lambda _: Tenant(name="b"))
     runs = service.admission.arrive(A)
     assert service.admission.start_at_once(runs)
