@@ -84,6 +84,8 @@ def test_few_requests_to_several_endpoints_are_few_slices(num_requests, num_slic
         (["--concurrency", "0"], "--concurrency"),
         (["--requests", "-1"], "--requests"),
         (["--duration-s", "inf"], "--duration-s"),
+        (["--rate", "inf", "--duration-s", "9"], "--requests"),
+        (["--preset", "vllm-random", "--duration-s", "9"], "--requests"),
         (["--timeout-s", "0"], "--timeout-s"),
         (["--warmup", "-1"], "--warmup"),
         (["--seed", "-1"], "--seed"),
