@@ -18,7 +18,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw()
+    tool_calls: list[msgspec.Raw] | None = None  # some servers send null or [] in every chunk
 
 
 class _Choice(msgspec.Struct):

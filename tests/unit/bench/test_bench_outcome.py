@@ -66,6 +66,16 @@ def test_of_a_chat_neither_the_role_nor_the_end_is_a_token():
     assert (found.ending, found.first_s, found.num_chunks) == ("ok", 11, 2)
 
 
+@pytest.mark.parametrize("none", [None, []])
+def test_no_calls_of_tools_are_no_token(none):
+    pieces = [chat(role="assistant", content="", tool_calls=none), chat(content="a"),
+              chat(content="b", tool_calls=none),
+              chat(content=None, tool_calls=none, finish_reason="stop"),
+              usage(1, 2), DONE]  # fmt: skip
+    found = read_outcome(heard(*pieces), EXACT)
+    assert (found.ending, found.first_s, found.num_chunks) == ("ok", 11, 2)
+
+
 def test_calls_of_tools_are_tokens():
     pieces = [chat(role="assistant", tool_calls=[{"index": 0}]), chat(tool_calls=[{}]), usage(1, 2)]
     assert read_outcome(heard(*pieces, DONE), EXACT).first_s == 10
