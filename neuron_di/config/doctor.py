@@ -36,17 +36,14 @@ class DoctorOptions:
         at_most=PORT_MAX,
     )
     listen: tuple[str, ...] = option(
-        "further addresses that processes will listen on here, such as other workers' ports; "
-        "repeatable",
+        "further addresses that processes will listen on here, such as other workers' ports",
         default=(),
         form="HOST:PORT",
-        repeatable=True,
     )
     peer: tuple[str, ...] = option(
-        "addresses of other machines that must be reached from here; repeatable",
+        "addresses of other machines that must be reached from here",
         default=(),
         form="HOST:PORT",
-        repeatable=True,
     )
     transfer_test: bool = option(
         "move KV between two processes of this machine, and say how fast", default=True

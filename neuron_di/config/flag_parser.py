@@ -12,7 +12,8 @@ from neuron_di.errors import ConfigError
 _EPILOG = (
     f"Each flag, say --port, is also the variable {VARIABLE_PREFIX}PORT and the key port of the "
     "TOML file given with --config. A flag goes before a variable, a variable before the file. "
-    "Where a default is in words, none stands for it, of a list an empty one."
+    "A list may be given by one flag or by several. Where a default is in words, none stands for "
+    "it, of a list an empty one."
 )
 
 
@@ -61,7 +62,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _Joined(argparse.Action):
-    """`--peer A --peer B` is `--peer A,B`."""
+    """`--peer A --peer B` is `--peer A,B`, as of any list: the first must not be lost in silence."""
 
     def __call__(
         self,
@@ -104,7 +105,7 @@ def add_flags(parser: argparse.ArgumentParser, options_class: type) -> None:
         else:
             group.add_argument(
                 spec.flag,
-                action=_Joined if spec.repeatable else "store",
+                action=_Joined if get_origin(spec.kind) is tuple else "store",
                 default=argparse.SUPPRESS,
                 metavar=_metavar(spec),
                 help=help_text,

@@ -50,7 +50,6 @@ class OptionSpec:
     form: Form | None
     hidden: bool  # for our own processes: neither in --help nor in suggestions
     positional: bool
-    repeatable: bool  # a list whose flag may be given several times
 
     @property
     def flag(self) -> str:
@@ -71,7 +70,6 @@ def option(
     form: Form | None = None,
     hidden: bool = False,
     positional: bool = False,
-    repeatable: bool = False,
 ) -> Any:
     """Declare a field of an option set. Without a default the user must give a value."""
     return field(
@@ -84,7 +82,6 @@ def option(
             "form": form,
             "hidden": hidden,
             "positional": positional,
-            "repeatable": repeatable,
         },
     )
 

@@ -120,6 +120,15 @@ def test_flags_say_exactly_the_options(options):
     assert load_options(type(options), parser.parse_args(flags_of(options)), environ) == options
 
 
+def test_several_flags_of_a_list_are_one_list():
+    parser = FlagParser(prog="neuron-di")
+    add_flags(parser, ProxyOptions)
+    argv = ["--decode-urls=http://a:1,http://b:2", "--decode-urls", "http://c:3", "--etcd", "d:4"]
+    found = load_options(ProxyOptions, parser.parse_args([*argv, "--etcd", "e:5"]), {})
+    assert found.decode_urls == ("http://a:1", "http://b:2", "http://c:3")
+    assert found.etcd.etcd == ("d:4", "e:5")
+
+
 def test_help_shows_lists_as_they_are_written():
     parser = FlagParser(prog="neuron-di")
     add_flags(parser, ServeOptions)
