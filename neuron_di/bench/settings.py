@@ -117,7 +117,8 @@ def _check_together(settings: Settings, values: Mapping[str, Any]) -> None:
         raise ConfigError("--arrivals and --burstiness say how requests arrive at a --rate")
     if settings.rate == math.inf and settings.duration_s is not None:
         raise ConfigError(
-            "at --rate inf all requests come at once, so --duration-s bounds nothing: see --requests"
+            "at --rate inf all requests come at once, so --duration-s bounds nothing: see "
+            "--requests"
         )
     if "burstiness" in values and settings.arrivals != "burst":
         raise ConfigError("--burstiness is for --arrivals burst")

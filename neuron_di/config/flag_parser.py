@@ -62,7 +62,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _Joined(argparse.Action):
-    """`--peer A --peer B` is `--peer A,B`, as of any list: the first must not be lost in silence."""
+    """`--peer A --peer B` is `--peer A,B`, of any list: the first is not lost in silence."""
 
     def __call__(
         self,

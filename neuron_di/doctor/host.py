@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from neuron_di.config import DoctorOptions, FrontOptions, connections_within
-from neuron_di.config.control_group import core_quota, memory_limit
+from neuron_di.config.control_group import core_quota, memory_left, memory_limit
 from neuron_di.config.descriptor_limit import DESCRIPTORS_MIN
 from neuron_di.doctor.amounts import counted, in_bytes
 from neuron_di.doctor.finding import Fact, Finding, Grade, Need
 from neuron_di.doctor.machine import Machine, Room
 
 MEMORY_BYTES_MIN = 1 << 30  # torch and a small model, in two workers
+_WORKERS = 2  # of the smallest server, with a thread each
 DISK_BYTES_MIN = 1 << 30
 SHARED_BYTES_MIN = 256 << 20
 _CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK, in linux/capability.h
@@ -61,13 +62,19 @@ def _cores(machine: Machine) -> Finding:
     quota = core_quota(machine.read)
     facts: dict[str, Fact] = {"num_online": online, "num_allowed": allowed, "quota": quota}
     if quota is not None and quota < allowed:
-        return Finding.warning(
+        words = f"{counted(allowed, 'core')} may be used, but a control group gives time of "
+        if quota < _WORKERS:
+            return Finding.warning(
+                "host.cores",
+                f"{words}{quota:g} only: a prefill and a decode worker have a thread each at "
+                "least, and both stand still when the time is used up",
+                "Raise the container's CPU limit.",
+                facts=facts,
+            )
+        return Finding.note(
             "host.cores",
-            f"{counted(allowed, 'core')} may be used, but a control group gives time of "
-            f"{quota:g} only: workers start a thread for each core, and all of them stand still "
-            "when the time is used up",
-            f"Raise the container's CPU limit, or give --threads so that all workers together "
-            f"have {max(1, int(quota))}.",
+            f"{words}{quota:g} only; `neuron-di worker` counts {int(quota)} where it is not given "
+            "--threads",
             facts=facts,
         )
     if allowed < online:
@@ -86,8 +93,10 @@ def _memory(machine: Machine) -> Finding:
     limit_bytes = memory_limit(machine.read)
     words = f"{in_bytes(available_bytes)} of {in_bytes(total_bytes)} memory are available"
     if limit_bytes is not None and limit_bytes < total_bytes:
-        words += f"; a control group limits what is here to {in_bytes(limit_bytes)}"
-        available_bytes = min(available_bytes, limit_bytes)
+        left_bytes = memory_left(machine.read) or 0
+        words += f"; a control group limits what is here to {in_bytes(limit_bytes)}, and "
+        words += f"leaves {in_bytes(left_bytes)}"
+        available_bytes = min(available_bytes, left_bytes)
     facts: dict[str, Fact] = {
         "total_bytes": total_bytes,
         "available_bytes": available_bytes,

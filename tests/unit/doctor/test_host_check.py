@@ -89,12 +89,19 @@ def test_a_quota_of_either_version_is_read(
     assert core_quota(make_machine(tmp_path, files).read) == quota
 
 
-def test_less_time_than_cores_is_a_trouble_and_says_how_many_threads(tmp_path: Path) -> None:
+def test_less_time_than_cores_is_told_and_how_many_threads_a_worker_has(tmp_path: Path) -> None:
     finding = found(check, make_machine(tmp_path, {"/sys/fs/cgroup/cpu.max": "250000 100000"}))
     cores = finding["host.cores"]
+    assert cores.grade is Grade.NOTE  # workers count it: nothing is to be mended
+    assert "time of 2.5 only; `neuron-di worker` counts 2 where" in cores.says
+
+
+def test_less_time_than_two_workers_need_is_a_trouble(tmp_path: Path) -> None:
+    finding = found(check, make_machine(tmp_path, {"/sys/fs/cgroup/cpu.max": "150000 100000"}))
+    cores = finding["host.cores"]
     assert cores.grade is Grade.WARNING
-    assert "time of 2.5 only" in cores.says
-    assert "--threads so that all workers together have 2." in cores.mend
+    assert "time of 1.5 only" in cores.says
+    assert "Raise the container's CPU limit" in cores.mend
 
 
 def test_as_much_time_as_cores_is_none(tmp_path: Path) -> None:
@@ -134,6 +141,11 @@ def test_memory_that_does_not_suffice_is_a_trouble(tmp_path: Path) -> None:
     memory = found(check, machine)["host.memory"]
     assert memory.grade is Grade.WARNING
     assert "limits what is here to 900 MiB" in memory.says
+    group = {"memory.max": str(3 << 30), "memory.current": str(2500 << 20)}
+    files = {f"/sys/fs/cgroup/{name}": text for name, text in group.items()}
+    memory = found(check, make_machine(tmp_path / "d", files))["host.memory"]
+    assert memory.grade is Grade.WARNING  # others of the group have most of it
+    assert "limits what is here to 3 GiB, and leaves 572 MiB" in memory.says
     machine = make_machine(tmp_path / "c", {"/sys/fs/cgroup/memory.max": str(2 << 30)})
     assert found(check, machine)["host.memory"].grade is Grade.OK
 
