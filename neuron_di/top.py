@@ -66,7 +66,7 @@ def show_top(url: str, *, key: str | None = None, once: bool = False) -> int:
         view.look()
         console.print(view)
         return 0
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:  # as Emacs' shell: nothing is drawn
         raise ConfigError("top draws on a terminal; --once prints one frame anywhere")
     view.look_if_there()  # a wrong key shows at once
     # A script's background job is born deaf to Ctrl-C, and this would then never end.

@@ -273,6 +273,16 @@ def test_without_a_terminal_there_is_only_once(proxy, monkeypatch):
         show_top(proxy.url)
 
 
+@pytest.mark.parametrize("kind", ["dumb", "unknown"])
+def test_a_terminal_that_cannot_be_drawn_on_is_none(proxy, monkeypatch, kind):
+    monkeypatch.setenv("TERM", kind)
+    leader, follower = os.openpty()
+    with open(leader), open(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with pytest.raises(ConfigError, match="--once"):
+            show_top(proxy.url)
+
+
 def test_quantiles_lie_within_their_bucket():
     histogram = Histogram((1, 2, 4))
     assert quantile({}, {}, 0.5) is None
