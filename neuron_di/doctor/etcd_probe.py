@@ -13,9 +13,9 @@ from neuron_di.clock import Deadline, now_s
 from neuron_di.config import EtcdOptions
 from neuron_di.doctor.etcd_door import Door, knock
 from neuron_di.doctor.finding import Fact, Finding
-from neuron_di.errors import NeuronDiError, PeerTimeout, RemoteProtocolError
+from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout, RemoteProtocolError
 from neuron_di.etcd.client import EtcdClient, MemberStatus
-from neuron_di.etcd.failures import PermissionDenied
+from neuron_di.etcd.failures import NoSpace, PermissionDenied
 from neuron_di.etcd.key_value import KeyRange
 from neuron_di.etcd.security import Security
 
@@ -130,7 +130,9 @@ def _not_reached(member: _Member, facts: dict[str, Fact]) -> Finding:
 def _mend_of(error: NeuronDiError) -> str:
     if isinstance(error, PermissionDenied):
         return "Grant our user a role for the prefix: examples/certificates/make_users.sh."
-    if isinstance(error, PeerTimeout):
+    if isinstance(error, NoSpace):
+        return "Do so, and let it compact by itself: --auto-compaction-retention (docs/etcd.md)."
+    if isinstance(error, PeerTimeout | PeerGone):
         return "Look whether more than half of its members run, and at the load of their disks."
     if isinstance(error, RemoteProtocolError):
         return "Name etcd's client port, as a rule 2379: what answers there is something else."

@@ -54,6 +54,10 @@ class PermissionDenied(PeerRefused):
     """Raised when our user may not do this with these keys."""
 
 
+class NoSpace(PeerRefused):
+    """Raised when etcd's disk quota is used up, and it takes no writes."""
+
+
 class AnswerTooLarge(RemoteProtocolError):
     """Raised when an answer is larger than a message may be: ask for less at once."""
 
@@ -107,7 +111,7 @@ def _refusal(code: grpc.StatusCode, words: str, endpoint: str) -> PeerError:
     if _TOO_LARGE in lower:
         return AnswerTooLarge(f"etcd at {endpoint} answered with more than we take at once")
     if _NO_SPACE in lower:
-        return PeerRefused(
+        return NoSpace(
             "etcd has no space left and takes no writes (alarm NOSPACE): compact and defragment "
             "it or raise its --quota-backend-bytes, then `etcdctl alarm disarm`"
         )

@@ -271,3 +271,9 @@ async def running_etcd(
         for member in members:
             member.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def fill(client: EtcdClient) -> None:
+    """Write until etcd has no space: with a quota of 1 MB before this ends."""
+    for number in range(100):
+        await client.put(b"/%d" % number, bytes(100_000))

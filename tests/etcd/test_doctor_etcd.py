@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_kit import DEADLINE_S, PASSWORD, Etcd, certificates, require_etcd, running_etcd
+from etcd_kit import DEADLINE_S, PASSWORD, Etcd, certificates, fill, require_etcd, running_etcd
 
 from neuron_di.config import EtcdOptions
 from neuron_di.doctor.etcd_door import _skew_s, knock
 from neuron_di.doctor.etcd_probe import _is_good
 from neuron_di.etcd.client import EtcdClient
+from neuron_di.etcd.failures import NoSpace
 
 NUM_KNOCKS = 12
 
@@ -97,6 +98,20 @@ async def test_most_members_gone_takes_no_writes() -> None:
         await wait_for_no_leader(etcd)
         *_, alone, write = await doctor("--etcd", etcd.addresses[0], code=1)
         assert names([alone, write]) == ["etcd.member failed", "etcd.write failed"]
+        assert write["mend"].startswith("Look whether more than half of its members run")
+
+
+async def test_an_etcd_without_space_is_no_matter_of_passwords() -> None:
+    async with (
+        running_etcd(flags=("--quota-backend-bytes=1000000",)) as etcd,
+        EtcdClient(etcd.addresses) as client,
+    ):
+        with pytest.raises(NoSpace):
+            await fill(client)
+        member, write = await doctor("--etcd", etcd.addresses[0], code=1)
+        assert names([member, write]) == ["etcd.member failed", "etcd.write failed"]
+        assert "alarm NOSPACE" in write["says"]
+        assert "--auto-compaction-retention" in write["mend"]
 
 
 async def test_a_frozen_etcd_is_given_up() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import uvloop
-from etcd_kit import PASSWORD, certificates, running_etcd
+from etcd_kit import PASSWORD, certificates, fill, running_etcd
 from watching import Watching, until
 
 from neuron_di.clock import Deadline
@@ -58,11 +58,6 @@ async def first_change(batches):
             if batch.changes:
                 return batch.changes[0]
     raise AssertionError("a watch that ends says why")
-
-
-async def fill(client):
-    for number in range(100):
-        await client.put(b"/%d" % number, bytes(100_000))
 
 
 def num_sockets():
