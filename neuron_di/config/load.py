@@ -41,7 +41,9 @@ def load_options(
     path = toml_path or environ.get(CONFIG_VARIABLE)
     written: _Written = _from_file(Path(path), known) if path else {}
     written |= _from_environ(environ, known)
-    written |= {key: (raw, specs[key].flag) for key, raw in vars(flags).items() if key in specs}
+    written |= {
+        key: (raw, specs[key].on_command_line) for key, raw in vars(flags).items() if key in specs
+    }
     for spec in specs.values():
         if spec.default is MISSING and spec.key not in written:
             raise ConfigError(_missing(spec), param=spec.key)
@@ -122,8 +124,7 @@ def _suggestible(known: Mapping[str, OptionSpec]) -> list[str]:
 
 
 def _missing(spec: OptionSpec) -> str:
-    on_command_line = spec.key.upper() if spec.positional else spec.flag
     return (
-        f"{spec.key} is missing: give {on_command_line}, set {spec.variable}, or write {spec.key} "
-        "in the file of --config"
+        f"{spec.key} is missing: give {spec.on_command_line}, set {spec.variable}, or write "
+        f"{spec.key} in the file of --config"
     )

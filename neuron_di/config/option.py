@@ -56,6 +56,10 @@ class OptionSpec:
         return "--" + self.key.replace("_", "-")
 
     @property
+    def on_command_line(self) -> str:
+        return self.key.upper() if self.positional else self.flag
+
+    @property
     def variable(self) -> str:
         return VARIABLE_PREFIX + self.key.upper()
 

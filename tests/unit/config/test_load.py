@@ -250,6 +250,11 @@ def test_missing_options_are_named_with_each_way_to_give_them():
         load(WorkerOptions, ["m"])
 
 
+def test_a_model_is_named_as_it_is_given():
+    with pytest.raises(ConfigError, match=r"^MODEL must be a text"):
+        load(ServeOptions, [""])
+
+
 def test_options_cannot_be_changed():
     options = load(ServeOptions, ["m"])
     with pytest.raises(dataclasses.FrozenInstanceError):
