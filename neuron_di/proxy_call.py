@@ -83,13 +83,22 @@ def no_answer(url: str, error: OSError | http.client.HTTPException) -> PeerGone:
         hint = ", or one that speaks TLS: https://" if url.startswith("http:") else ""
         return PeerGone(f"{url} is no HTTP server{hint}")
     reason = getattr(reason, "strerror", None) or reason  # without the number
-    return PeerGone(f"no proxy answers at {url}: {reason}")
+    return PeerGone(f"no proxy answers at {url}: {reason}{_by_way_of(url)}")
 
 
 def other_status(url: str, status: int) -> PeerGone:
     """What to say of an answer that is not the one of a proxy's address."""
     hint = ": give the proxy's address, without /v1 or another path" if status == 404 else ""
-    return PeerGone(f"{url} answers with status {status}{hint}")
+    return PeerGone(f"{url} answers with status {status}{hint}{_by_way_of(url)}")
+
+
+def _by_way_of(url: str) -> str:
+    """Names an HTTP proxy between us and `url`: what it said is taken for our proxy's word else."""
+    parts = urlsplit(url)
+    has_one = parts.scheme in urllib.request.getproxies()
+    if not has_one or urllib.request.proxy_bypass(parts.netloc):
+        return ""
+    return f", by way of the HTTP proxy of {parts.scheme}_proxy: no_proxy takes hosts out"
 
 
 def not_let_in(url: str, key: str | None) -> Unauthorized:

@@ -13,7 +13,7 @@ from neuron_di.bench.client import HttpClient
 from neuron_di.cli import main
 from neuron_di.errors import ConfigError, PeerGone
 from neuron_di.proxy_answers import ask
-from neuron_di.proxy_call import check_key
+from neuron_di.proxy_call import check_key, no_answer, other_status
 
 SAYS = {
     "ssh": b"SSH-2.0-OpenSSH_9\r\n",
@@ -161,3 +161,17 @@ def test_an_answer_without_an_end_is_bounded(address, monkeypatch, command):
     says += [b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 2000]
     with pytest.raises(Exception, match="without an end"):
         command(url)
+
+
+def test_an_http_proxy_in_between_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says is not our proxy's word, and nobody would look for it there."""
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"http": "http://127.0.0.1:1"})
+    monkeypatch.setenv("no_proxy", "10.0.0.7")
+    refused = ConnectionRefusedError(111, "Connection refused")
+    words = no_answer("http://10.0.0.5:8000", refused).message
+    assert words.endswith(
+        "refused, by way of the HTTP proxy of http_proxy: no_proxy takes hosts out"
+    )
+    assert "by way of the HTTP proxy" in other_status("http://10.0.0.5:8000", 503).message
+    for url in ("http://10.0.0.7:8000", "https://10.0.0.5:8000"):
+        assert no_answer(url, refused).message == f"no proxy answers at {url}: Connection refused"
