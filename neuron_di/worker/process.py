@@ -91,6 +91,12 @@ def _check(limits: HandOverOptions) -> None:
             f"--peer-silence-s {limits.peer_silence_s:g} is less than two heartbeats "
             f"(--heartbeat-s {limits.heartbeat_s:g}): every link would break"
         )
+    if limits.kv_lease_s < 2 * limits.heartbeat_s:
+        raise ConfigError(
+            f"--kv-lease-s {limits.kv_lease_s:g} is less than two heartbeats (--heartbeat-s "
+            f"{limits.heartbeat_s:g}), which keep it: requests that wait for a slot would lose "
+            "their KV"
+        )
 
 
 def _with_addresses(options: WorkerOptions, sock: socket.socket) -> WorkerOptions:

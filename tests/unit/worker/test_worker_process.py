@@ -18,10 +18,11 @@ from neuron_di.worker import load_model, process, run_worker
 from neuron_di.worker.server import bind
 
 
-def test_a_silence_shorter_than_two_heartbeats_is_refused(tmp_path):
-    limits = HandOverOptions(heartbeat_s=3.0, peer_silence_s=5.0)
+@pytest.mark.parametrize("flag", ["peer-silence-s", "kv-lease-s"])
+def test_a_silence_shorter_than_two_heartbeats_is_refused(tmp_path, flag):
+    limits = HandOverOptions(heartbeat_s=2.0, **{flag.replace("-", "_"): 3.0})
     options = WorkerOptions(model=str(tmp_path / "none"), role="decode", hand_over=limits)
-    with pytest.raises(ConfigError, match="peer-silence-s 5 is less than two heartbeats"):
+    with pytest.raises(ConfigError, match=f"{flag} 3 is less than two heartbeats"):
         run_worker(options)
 
 
