@@ -81,13 +81,15 @@ def read_order(kind: type[Order], headers: Mapping[str, str], body: bytes) -> Or
 
 
 def check_sender(headers: Mapping[str, str], address: str) -> None:
-    """Whether an order may be taken where there are no keys: from this machine, of no web page.
+    """Whether an order may be taken where there are no keys: from loopback, of no web page.
 
     Such a page may be open here, and have made its own name mean this machine: then Origin or
     Host tell. `address` is the client's. Raises NotHere.
     """
-    if not _is_this_machine(address):
-        raise NotHere("orders from other machines need an operator's key: give --api-keys")
+    if not _is_loopback(address):
+        raise NotHere(
+            "orders that do not come over loopback need an operator's key: give --api-keys"
+        )
     if "origin" in headers:
         raise NotHere("an order of a web page needs an operator's key: give --api-keys")
     host = headers.get("host", "")
@@ -98,7 +100,7 @@ def check_sender(headers: Mapping[str, str], address: str) -> None:
         )
 
 
-def _is_this_machine(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     ip = _ip(address)
     if isinstance(ip, ipaddress.IPv6Address):
         ip = ip.ipv4_mapped or ip
