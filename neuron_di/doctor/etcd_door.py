@@ -186,5 +186,6 @@ def _refused_us(error: Exception) -> Door:
     reason = f" ({error.reason})" if isinstance(error, ssl.SSLError) and error.reason else ""
     return _shut(
         f"it refuses our certificate, or that there is none{reason}",
-        "Give --etcd-cert and --etcd-key of an authority that etcd trusts.",
+        "Give --etcd-cert and --etcd-key of an authority that etcd trusts, or renew them: "
+        "`openssl x509 -noout -enddate -in FILE` says whether they have expired.",
     )

@@ -54,7 +54,7 @@ class Certificates:
     folder: Path
 
     def path(self, name: str) -> str:
-        """ca.pem, server.pem, server.key, worker.pem, worker.key, stranger.pem, stranger.key."""
+        """ca.pem, server.pem, server.key, worker.pem, worker.key, and so on."""
         return str(self.folder / name)
 
     def security(self, user: str | None = "worker") -> Security:
@@ -89,6 +89,10 @@ def certificates() -> Certificates:
     usage = ("-addext", "extendedKeyUsage=serverAuth,clientAuth")
     make("server", "server", *by_ca, *san, *usage)
     make("worker", "worker", *by_ca, "-addext", "extendedKeyUsage=clientAuth")
+    openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj",
+            "/CN=worker", "-keyout", "expired.key", "-out", "expired.csr")  # fmt: skip
+    openssl("x509", "-req", "-in", "expired.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+            "-set_serial", "9", "-days", "-1", "-out", "expired.pem")  # fmt: skip
     make("stranger", "stranger")  # signed by itself
     return Certificates(folder)
 

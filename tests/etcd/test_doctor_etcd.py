@@ -150,6 +150,13 @@ async def test_tls_is_said_by_what_is_wrong_with_it() -> None:
             assert words in findings[0]["says"]
 
 
+async def test_a_certificate_of_ours_that_has_expired_may_be_renewed() -> None:
+    async with running_etcd(tls=True) as etcd:
+        (finding,) = await doctor("--etcd", etcd.addresses[0], *tls_flags("expired"), code=1)
+        assert "it refuses our certificate" in finding["says"]
+        assert "renew" in finding["mend"]
+
+
 async def test_a_certificate_for_another_name_is_said_to_be() -> None:
     async with running_etcd(tls=True) as etcd:
         address = f"127.1:{etcd.members[0].port}"  # the same host, as its certificate does not say
