@@ -62,3 +62,11 @@ class CandidDirectory(Protocol):
 
     def num_ignored_by_fault(self) -> Mapping[str, int]:
         """How many keys were left out since the start, by what was wrong with them."""
+
+
+@runtime_checkable
+class NamedDirectory(Protocol):
+    """One whose workers the operator named, so that one which is not there is missed."""
+
+    def missing(self) -> Sequence[str]:
+        """A sentence for each of those: why it is not there, and not where it should be."""

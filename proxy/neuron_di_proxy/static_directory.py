@@ -75,6 +75,10 @@ class StaticDirectory:
         """Whom the operator named, and who did not answer the last question as it should."""
         return [RefusedRecord(url, "", reason) for url, reason in self._silent.items()]
 
+    def missing(self) -> Sequence[str]:
+        """As NamedDirectory says."""
+        return [f"a worker that was named is not used: {why}" for why in self._silent.values()]
+
     def num_ignored_by_fault(self) -> Mapping[str, int]:
         """Nothing: there are no keys."""
         return {}

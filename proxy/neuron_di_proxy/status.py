@@ -11,6 +11,7 @@ from neuron_di.errors import PeerError
 from neuron_di.types import WorkerId
 from neuron_di.wire import WorkerRecord, WorkerStatus
 from neuron_di_proxy.admission import Admission
+from neuron_di_proxy.directory import NamedDirectory
 from neuron_di_proxy.failure import without_places
 from neuron_di_proxy.health import Health
 from neuron_di_proxy.health_report import HealthReport
@@ -158,8 +159,11 @@ def report_health(router: Router, health: Health, pairs: PairBook) -> HealthAnsw
     """
     reason = router.why_unserved()
     trouble = _directory_trouble(health)
+    directory = health.candid_directory()
+    lacks = [trouble] if trouble else []
+    lacks += directory.missing() if isinstance(directory, NamedDirectory) else []
     if reason is not None:
-        reason = f"{reason}; {trouble}" if trouble else reason
+        reason = "; ".join([reason, *lacks])
         return HealthAnswer(status="unavailable", reason=without_places(reason))
     reports = health.reports()
     replaced = _replaced(reports)
@@ -173,8 +177,7 @@ def report_health(router: Router, health: Health, pairs: PairBook) -> HealthAnsw
         for pair in _pair_reports(pairs, reports)
         if pair.outcome == "failed"
     ]
-    if trouble:
-        degraded.append(Degraded(prefill=None, decode=None, reason=trouble))
+    degraded += [Degraded(prefill=None, decode=None, reason=each) for each in lacks]
     degraded = [
         msgspec.structs.replace(each, reason=without_places(each.reason)) for each in degraded
     ]

@@ -1,4 +1,4 @@
-"""A bug in the static directory's own task: the view stays, /health says so, it goes on."""
+"""What /health says of workers that the operator named: one is gone, the asking itself failed."""
 
 import asyncio
 
@@ -49,6 +49,22 @@ async def test_a_failure_of_our_own_is_owned(stack, monkeypatch):
             await looks.acquire()
     assert not directory._asking._task.done()
     assert directory._asking.num_failures == failures
+
+
+async def test_a_named_worker_that_is_gone_is_missed(stack, monkeypatch):
+    """Nobody else names it: without this all would be well for as long as another one serves."""
+    monkeypatch.setattr("neuron_di_proxy.static_directory.ASK_INTERVAL_S", 0.05)
+    worker = await stack.enter_async_context(ScriptedWorker("b1", "both"))
+    urls = ("http://127.0.0.1:1", worker.record.url())
+    directory = await stack.enter_async_context(StaticDirectory(urls))
+    service = await stack.enter_async_context(Service(ProxyOptions(), directory))
+    async with asyncio.timeout(30):
+        while not (directory.workers() and directory.refused()):  # noqa: ASYNC110 - it asks them
+            await asyncio.sleep(0.01)
+    answer = report_health(service.router, service.health, service.pairs)
+    assert answer.status == "degraded"
+    words = "a worker that was named is not used: it cannot be reached: Connection refused"
+    assert [each.reason for each in answer.degraded] == [words]
 
 
 async def test_health_does_not_say_where_things_are(stack, monkeypatch):
