@@ -10,6 +10,15 @@ from urllib.parse import SplitResult, urlsplit
 
 from neuron_di.errors import ConfigError, PeerGone, Unauthorized
 
+_OTHER_NAME = "name the proxy as its certificate does"
+# By OpenSSL's number of what is wrong. What is not here is signed by nobody that we know.
+_CERTIFICATE_MENDS = {
+    9: "it is not valid yet, or this machine's clock is slow",
+    10: "renew it and restart the proxy, or set this machine's clock",
+    62: _OTHER_NAME,  # not that host name
+    64: _OTHER_NAME,  # not that IP address
+}
+
 
 def check_address(url: str, source: str = "--url") -> SplitResult:
     """The parts of an http or https address. ConfigError, which names the source, if it is none."""
@@ -73,10 +82,11 @@ def no_answer(url: str, error: OSError | http.client.HTTPException) -> PeerGone:
     """What the user is told when nothing answers there, or no HTTP."""
     reason = getattr(error, "reason", error)
     if isinstance(reason, ssl.SSLCertVerificationError):
-        return PeerGone(
-            f"the certificate of {url} cannot be trusted ({reason.verify_message}): "
-            "the variable SSL_CERT_FILE names the certificates that can"
+        mend = _CERTIFICATE_MENDS.get(
+            reason.verify_code, "the variable SSL_CERT_FILE names the certificates that can"
         )
+        words = reason.verify_message.rstrip(".")
+        return PeerGone(f"the certificate of {url} cannot be trusted ({words}): {mend}")
     if isinstance(reason, http.client.IncompleteRead):
         return PeerGone(f"{url} broke its answer off")
     if isinstance(reason, http.client.HTTPException):

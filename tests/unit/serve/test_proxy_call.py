@@ -1,6 +1,7 @@
 """What the commands that ask a proxy are told of addresses, keys and servers that are none."""
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,6 +56,25 @@ def address() -> Iterator[tuple[str, list[bytes]]]:
 
 def order(url: str, key: str | None = None) -> None:
     list(give_order(url, "/admin/drain", {}, key))
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "mend"),
+    [
+        (10, "certificate has expired", "renew it"),
+        (62, "Hostname mismatch, certificate is not valid for 'x'.", "name the proxy as"),
+        (18, "self-signed certificate", "SSL_CERT_FILE"),
+    ],
+)
+def test_a_certificate_is_mended_by_what_is_wrong_with_it(
+    number: int, words: str, mend: str
+) -> None:
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_code, error.verify_message = number, words
+    said = no_answer("https://x:8443", error).message
+    assert words.rstrip(".") in said
+    assert mend in said
+    assert ("SSL_CERT_FILE" in said) == (number == 18)
 
 
 def test_what_a_proxy_says_commands_no_terminal(
