@@ -12,7 +12,7 @@ from neuron_di.transfer.recv_buffer import RecvBuffer
 from neuron_di.transfer.recv_entry import Arrival
 from neuron_di.transfer.send_buffer import SendBuffer
 from neuron_di.transfer.shm_engine import ShmEngine
-from neuron_di.transfer.signal_keys import SignalKeys, make_signal_keys
+from neuron_di.transfer.signal_keys import SignalKeys, is_signal_key, make_signal_keys
 from neuron_di.transfer.signal_link import Link, Seal, SignalTransport, ZmqTransport
 from neuron_di.transfer.signal_socket import OnFrames
 from neuron_di.transfer.transfer_engine import (
@@ -48,6 +48,7 @@ __all__ = [
     "TransferEngine",
     "TransferToken",
     "ZmqTransport",
+    "is_signal_key",
     "make_engines",
     "make_signal_keys",
     "transfer_domain",

@@ -4,10 +4,12 @@ A pair is made when a worker starts and lives in its memory alone. The public ha
 worker's record, so whoever may write records says who is who; the secret half is never shown.
 """
 
+import struct
 from dataclasses import dataclass, field
 from typing import Literal
 
 import zmq
+from zmq.utils import z85
 
 KEY_CHARS = 40  # 32 bytes in Z85
 
@@ -28,3 +30,11 @@ def make_signal_keys(curve: SignalCurve) -> SignalKeys | None:
         return None
     public, secret = zmq.curve_keypair()
     return SignalKeys(public.decode("ascii"), secret)
+
+
+def is_signal_key(text: str) -> bool:
+    """Whether it can be a public key."""
+    try:
+        return len(text) == KEY_CHARS and bool(z85.decode(text))
+    except (KeyError, ValueError, struct.error):
+        return False

@@ -13,7 +13,6 @@ from dataclasses import replace
 import uvloop
 
 from neuron_di.config import (
-    HandOverOptions,
     WorkerOptions,
     is_loopback,
     raise_descriptor_limit,
@@ -28,6 +27,7 @@ from neuron_di.obs.hang_watch import watching_for_hangs
 from neuron_di.registry import Announcer, keep_s_for
 from neuron_di.registry.announcer import ANNOUNCE_TTL_S
 from neuron_di.stop_signals import stop_on_signals
+from neuron_di.transfer import is_signal_key
 from neuron_di.types import Role, WorkerId
 from neuron_di.worker.announced_host import announced_host, as_announced
 from neuron_di.worker.model import LoadedModel, load_model, renewed, why_impossible
@@ -42,7 +42,7 @@ _log = get_logger(__name__)
 
 def run_worker(options: WorkerOptions) -> None:
     """Run one worker until SIGTERM or SIGINT; it drains first. ConfigError if it cannot start."""
-    _check(options.hand_over)
+    _check(options)
     require_address(options.host)
     if not options.insecure and not is_loopback(options.host):
         raise ConfigError(
@@ -85,7 +85,12 @@ def _arena(options: WorkerOptions) -> PoolMaker | None:
     return PoolMaker(options.kv_arena_fd, WorkerId(options.worker_id))
 
 
-def _check(limits: HandOverOptions) -> None:
+def _check(options: WorkerOptions) -> None:
+    limits, key = options.hand_over, options.static_peer_key
+    if key is not None and not is_signal_key(key):
+        raise ConfigError(
+            "--static-peer-key has 40 characters of Z85: signal_key in the partner's /status"
+        )
     if limits.peer_silence_s < 2 * limits.heartbeat_s:
         raise ConfigError(
             f"--peer-silence-s {limits.peer_silence_s:g} is less than two heartbeats "

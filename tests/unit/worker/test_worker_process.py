@@ -18,6 +18,13 @@ from neuron_di.worker import load_model, process, run_worker
 from neuron_di.worker.server import bind
 
 
+@pytest.mark.parametrize("key", ["", "wrong", "~" * 40, "%" * 40, "a" * 41, "\u00e4" * 40])
+def test_a_partners_key_that_cannot_be_one_is_refused(tmp_path, key):
+    options = WorkerOptions(model=str(tmp_path / "none"), role="decode", static_peer_key=key)
+    with pytest.raises(ConfigError, match="static-peer-key has 40 characters of Z85"):
+        run_worker(options)
+
+
 @pytest.mark.parametrize("flag", ["peer-silence-s", "kv-lease-s"])
 def test_a_silence_shorter_than_two_heartbeats_is_refused(tmp_path, flag):
     limits = HandOverOptions(heartbeat_s=2.0, **{flag.replace("-", "_"): 3.0})
