@@ -84,6 +84,7 @@ def server_errors():
         ("at ::1, or at fd00:1:2:3:4:5:6:7", "at (hidden), or at (hidden)"),
         ("at ::ffff:10.1.2.3:7000, or at fd00::", "at (hidden), or at (hidden)"),
         ("from fe80::1%eth0 at 12:30:45", "from (hidden) at 12:30:45"),
+        ("expired (_ssl.c:1006), at d1.local:70", "expired (_ssl.c:1006), at (hidden)"),
         ("connect to ipv6:%5Bfd00::1%5D:7000: refused", "connect to (hidden) refused"),
         ("no link at worker.internal:7000: refused", "no link at (hidden): refused"),
         ("ask http://worker.internal/status?x=1", "ask (hidden)"),
