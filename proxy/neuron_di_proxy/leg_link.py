@@ -343,5 +343,6 @@ class LegLink(LinkReader, asyncio.Protocol):
             self._unsent.clear()
 
     def _refuse(self, number: int) -> None:
-        if (hear := self._hears.pop(number, None)) is not None:
+        if (hear := self._hear_of(number)) is not None:  # else a worker out of its mind ended it
+            del self._hears[number]
             hear(CapacityError(f"worker {self._worker_id} does not take what it is sent"))

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from leg_ear import MESSAGE, open_leg
+from leg_ear import MESSAGE, Ear, open_leg
 from scripted_worker import ScriptedWorker, finished, token
 
 from neuron_di.errors import PeerGone
@@ -202,3 +202,25 @@ async def test_one_that_breaks_at_its_end_keeps_no_other_from_it(client, worker)
     await crowd.all_heard()
     assert [isinstance(each[0], Finished) for each in crowd.heard] == [True] * NUM
     assert [str(each["exception"]) for each in reported] == ["a bug"]
+
+
+async def test_the_last_word_of_a_leg_that_was_never_sent_keeps_no_other_from_its_own(
+    client, worker, monkeypatch
+):
+    """A worker that is out of its mind may say so before the leg is refused for want of room."""
+    crowd = await Crowd.open(client, worker)
+    _leg, beside, _seen = await open_leg(client, worker)
+    (link,) = client._links.values()
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(what))
+    monkeypatch.setattr(leg_link, "UNSENT_BYTES_MAX", -1)
+    unsent = Ear()
+    client.open_leg(worker.record, "decode", MESSAGE).open(unsent)
+    ends = [(number, finished(1)) for number in [*range(NUM), NUM + 1]]
+    link.hear_told([], encode_frame(Told([], ends))[4:], [])
+    await asyncio.sleep(0)  # now it is refused, while its last word waits for its turn
+    link.end(PeerGone("the worker is gone"))
+    assert isinstance(await beside.next(), PeerGone)
+    assert await unsent.next() == finished(1)
+    assert crowd.heard == [[finished(1)]] * NUM
+    assert reported == []
