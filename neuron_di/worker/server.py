@@ -4,12 +4,14 @@ Next: neuron_di/worker/prefill_worker.py, neuron_di/worker/decode_worker.py
 """
 
 import asyncio
+import logging
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from neuron_di.config import cannot_listen
 from neuron_di.errors import (
@@ -50,7 +52,7 @@ Run = Callable[[Any], AsyncGenerator[LegEvent, None]]
 
 def make_app(worker: Worker, orders: Orders | None = None) -> web.Application:
     """The worker's HTTP routes. Without `orders` it takes none."""
-    app = web.Application(client_max_size=LEG_BYTES_MAX)
+    app = web.Application(client_max_size=LEG_BYTES_MAX, middlewares=[_read_body])
 
     async def status(_: web.Request) -> web.Response:
         body: WorkerStatus = worker.status()
@@ -61,6 +63,29 @@ def make_app(worker: Worker, orders: Orders | None = None) -> web.Application:
     if orders is not None:
         add_admin_routes(app, orders)
     return app
+
+
+@web.middleware
+async def _read_body(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """A body that is not what its head says is the sender's fault, whoever is to answer it."""
+    try:
+        await request.read()  # which keeps it
+    except web.RequestPayloadError:
+        raise web.HTTPBadRequest(text="the body cannot be read") from None
+    return await handler(request)
+
+
+class _HttpLog(logging.Logger):
+    """What aiohttp says. Of what is not HTTP, which anybody can send, a few lines only."""
+
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            _limited.warning("http_refused", reason=type(error).__name__)
+        else:
+            logging.getLogger(self.name).handle(record)
 
 
 def runs_of(worker: Worker) -> dict[LegKind, tuple[Decoder[Any], Run]]:
@@ -148,7 +173,11 @@ async def listening(
     """
     # A closed connection cancels what it asked for.
     runner = web.AppRunner(
-        make_app(worker, orders), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        make_app(worker, orders),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=1.0,
+        logger=_HttpLog("aiohttp.server", logging.INFO),
     )
     await runner.setup()
     answers = LegAnswers(runs_of(worker), lambda: worker.is_draining)

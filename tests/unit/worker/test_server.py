@@ -11,6 +11,7 @@ from link_kit import WAIT_S, LinkServer, RawLink, next_status
 from worker_kit import PROMPT, is_at_rest, prefill_leg, until
 
 from neuron_di.errors import ConfigError, KvMissing
+from neuron_di.obs.limited_logger import LINES_MAX
 from neuron_di.types import WorkerId
 from neuron_di.wire import (
     Failed,
@@ -23,6 +24,7 @@ from neuron_di.wire import (
 )
 from neuron_di.wire.leg_link import CloseLeg, OpenLeg
 from neuron_di.worker import leg_link_server
+from neuron_di.worker.orders import Orders
 from neuron_di.worker.server import LegAnswers, listening
 
 RECEIPT = LegReceipt(worker_id=WorkerId("w"), role="both", pid=1)
@@ -184,6 +186,37 @@ async def test_a_request_in_pieces_is_http(workers):
             answer = await reader.read()
         writer.close()
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+BODY = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+DRAIN = BODY.replace(b"tokenize", b"drain")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xff" * 100 + b"\r\n\r\n",
+        b"GET /status HTTP/1.1\r\n" + b"A: b\r\n" * 1000 + b"\r\n",
+        BODY + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nnonsense\r\n",
+        BODY + b"Content-Encoding: deflate\r\nContent-Length: 4\r\n\r\n\x78\x9c12",
+        DRAIN + b"Content-Encoding: deflate\r\nContent-Length: 4\r\n\r\n\x78\x9c12",
+    ],
+)
+async def test_what_is_no_http_is_the_senders_fault_and_does_not_fill_the_log(workers, caplog, raw):
+    worker = workers.start("both")
+    orders = Orders(lambda _: None, drain_timeout_s=1.0)
+    async with listening(worker, "127.0.0.1", 0, orders=orders) as port:
+        caplog.clear()
+        for _ in range(LINES_MAX + 3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(raw)
+            async with asyncio.timeout(WAIT_S):
+                assert (await reader.readline()).split()[1] == b"400"
+                await reader.read()
+            writer.close()
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) <= LINES_MAX
+    assert not any(record.exc_info for record in said)
 
 
 async def parked_leg(link, number):
