@@ -6,6 +6,10 @@ import zmq.asyncio
 from neuron_di.dead_hosts import notice_dead_hosts
 from neuron_di.wire import REGISTRY_BYTES_MAX
 
+# Of one connection and direction: a client has a few calls under way, and what a flood leaves here,
+# of up to REGISTRY_BYTES_MAX each, is memory.
+QUEUED_MESSAGES_MAX = 32
+
 
 def open_socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asyncio.Socket:
     """A ROUTER or DEALER for this address, neither bound nor connected yet.
@@ -15,6 +19,8 @@ def open_socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.as
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, REGISTRY_BYTES_MAX)
+    socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES_MAX)
+    socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES_MAX)
     notice_dead_hosts(socket)
     # Only where needed: it would make IPv4 addresses appear in their IPv6 form.
     socket.setsockopt(zmq.IPV6, "[" in address)

@@ -86,6 +86,8 @@ class RegistryServer:
             answer = await self._answer(client, frames)
             if answer is not None:
                 await self._send(client, answer)
+            # What waits is received at once: a flood must not keep the loop from all else.
+            await asyncio.sleep(0)
 
     async def _send(self, client: bytes, answer: RegistryAnswer) -> None:
         # Without waiting: a client that does not read must not hold up the others.

@@ -96,6 +96,45 @@ async def test_a_client_that_does_not_wait_for_its_answer_harms_nobody(server):
         assert await client.grant(10) > 0
 
 
+async def test_a_flood_does_not_keep_the_loop_from_all_else(server, monkeypatch):
+    """What waits in a socket is received without waiting for anything."""
+    num_asked = 20
+    turn, answered_in = 0, []
+    all_answered = asyncio.Event()
+    answer = server._answer
+
+    async def noting(client, frames):
+        answered_in.append(turn)
+        if len(answered_in) == num_asked:
+            all_answered.set()
+        return await answer(client, frames)
+
+    monkeypatch.setattr(server, "_answer", noting)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(server.address)
+        for call in range(num_asked):
+            socket.send(encode_msgpack(GrantLease(call=call, ttl_s=5)))
+        sleep_s(0.5)  # until all wait there, while the loop stands still
+        async with asyncio.timeout(30):
+            while not all_answered.is_set():
+                turn += 1
+                await asyncio.sleep(0)
+    assert len(set(answered_in)) == num_asked
+
+
+async def test_of_a_client_that_floods_little_is_kept(server):
+    value = PutKey(call=1, key="/a", value=b"v" * 65536, lease=1)
+    num_taken = 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger, socket.sndhwm = 0, 1
+        socket.connect(server.address)
+        while num_taken < 900 and socket.poll(500, zmq.POLLOUT):  # nobody reads meanwhile
+            socket.send(encode_msgpack(value))
+            num_taken += 1
+    assert num_taken < 500  # most of them in the system's buffers
+
+
 async def test_an_address_in_use_is_a_config_error(server, registry):
     with pytest.raises(ConfigError, match=r"cannot listen on tcp://127\.0\.0\.1:.*in use"):
         async with RegistryServer(registry, server.address):
