@@ -384,9 +384,10 @@ class Health:
         worker_id: WorkerId = watch.record.worker_id
         if state == "up":
             event = "worker_draining" if watch.is_draining else "worker_up"
-            _log.info(event, worker=worker_id, before=watch.state)
+            watch.log.info(event, worker=worker_id, before=watch.state)
         else:
-            _log.warning("worker_" + state, worker=worker_id, reason=reason)
+            event = "worker_" + state  # as such: docs name what it makes
+            watch.log.warning(event, worker=worker_id, reason=reason)
         watch.state, watch.reason = state, reason
         self._changed.set()
         self._changed = asyncio.Event()

@@ -10,6 +10,7 @@ from typing import Literal
 
 from neuron_di.clock import now_s
 from neuron_di.errors import PeerError
+from neuron_di.obs import LimitedLogger
 from neuron_di.wire import WorkerRecord, WorkerStatus
 from neuron_di_proxy.breaker import Breaker
 
@@ -41,6 +42,7 @@ class Watch:
     alarm: asyncio.TimerHandle | None = None  # sets `hurry`, while nobody asks
     task: asyncio.Task[None] | None = None
     loss: PeerError | None = None  # while frozen or down
+    log: LimitedLogger = field(default_factory=lambda: LimitedLogger(__name__))  # of what it says
 
     def why_not(self) -> str:
         """Why it should get no request now; empty when it may."""

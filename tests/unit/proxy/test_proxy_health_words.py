@@ -4,6 +4,7 @@ The default limits: a word each second, probes each 0.5 s without them, frozen a
 """
 
 import asyncio
+import logging
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from virtual_time import virtual
 
 from neuron_di.clock import now_s
 from neuron_di.errors import PeerGone, PeerTimeout
+from neuron_di.obs.limited_logger import LINES_MAX
 from neuron_di.types import Incarnation
 from neuron_di.wire.leg_link import ALIVE_INTERVAL_S
 from neuron_di_proxy.worker_client import WorkerClient
@@ -267,3 +269,19 @@ async def test_nothing_rings_for_workers_that_are_forgotten_or_after_the_end():
 
 def test_the_real_clients_are_those_that_are_listened_to():
     assert issubclass(WorkerClient, TalkingWorkers)
+
+
+@virtual
+async def test_a_worker_that_cannot_make_up_its_mind_does_not_fill_the_log(caplog):
+    caplog.set_level(logging.INFO)
+    async with talking() as (cluster, worker, _link, _lost):
+        await asyncio.sleep(10.0)
+        caplog.clear()
+        for number in range(1000):
+            state = "ready" if number % 2 else "draining"
+            record = msgspec.structs.replace(worker.record, state=state)
+            cluster.health.note_word(worker.record, word_of(worker, record=record))
+        for event in ("worker_up", "worker_draining"):
+            said = [record for record in caplog.records if record.message == event]
+            assert 1 <= len(said) <= LINES_MAX
+        assert states(cluster)["d1"] == "up"
