@@ -387,7 +387,7 @@ class SendBuffer:
     def _send(self, identity: Identity, message: FromPrefill) -> None:
         # Not sent means that the peer is gone: its leg fails at the proxy, and leases end.
         if not self._link.send([identity.encode("latin-1"), encode_msgpack(message)]):
-            _log.info("signal_unsent", kind=type(message).__name__)
+            _limited.info("signal_unsent", kind=type(message).__name__)
 
 
 _EVENTS: dict[type, SenderEvent] = {

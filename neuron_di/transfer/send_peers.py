@@ -92,7 +92,8 @@ class SendPeers:
             peer = Peer(message.worker_id, message.incarnation, self._name_of(identity), now_s())
             self._peers[identity] = peer
         peer.worker_id = message.worker_id
-        _log.info("handshake", peer=message.worker_id)
+        if is_new:  # the others may come as often as it likes
+            _log.info("handshake", peer=message.worker_id)
         return Welcome(
             status="ok",
             timestamp=unix_s(),

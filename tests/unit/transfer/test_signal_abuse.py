@@ -330,3 +330,18 @@ async def test_b34_open_requests_are_capped(cluster):
         assert len(prefill.buffer.lookup_dict) == 64
         prefill.park()  # the proxy's legs are not refused for it
         assert len(prefill.buffer.lookup_dict) == 65
+
+
+async def test_who_shakes_hands_again_and_again_or_reads_nothing_does_not_fill_the_log(
+    prefill, peer, caplog, monkeypatch
+):
+    caplog.set_level(logging.INFO)
+    for _ in range(50):
+        assert isinstance(await peer.shake_hands(), Welcome)
+    monkeypatch.setattr(prefill.buffer._link, "send", lambda _: False)
+    for _ in range(50):
+        peer.send_raw(b"no message")
+    await until(lambda: prefill.counters.num_signals_refused == 50)
+    written = [record.event_fields["event"] for record in caplog.records]
+    assert written.count("handshake") <= 1
+    assert 1 <= written.count("signal_unsent") < 10
