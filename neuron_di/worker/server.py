@@ -45,6 +45,7 @@ _log = get_logger(__name__)
 _limited = LimitedLogger(__name__)  # a client's wrong requests fail legs, too
 
 BACKLOG = 1024
+BODY_TIMEOUT_S = 30.0  # a proxy sends one at once
 
 # Answers one kind of leg, given what the proxy said of it.
 Run = Callable[[Any], AsyncGenerator[LegEvent, None]]
@@ -69,9 +70,12 @@ def make_app(worker: Worker, orders: Orders | None = None) -> web.Application:
 async def _read_body(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """A body that is not what its head says is the sender's fault, whoever is to answer it."""
+    """A body that is not what its head says, or late, is its sender's fault, whoever answers."""
     try:
-        await request.read()  # which keeps it
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            await request.read()  # which keeps it
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text="the body did not come in time") from None
     except web.RequestPayloadError:
         raise web.HTTPBadRequest(text="the body cannot be read") from None
     return await handler(request)

@@ -253,3 +253,14 @@ async def test_an_address_that_is_taken(workers):
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: "):
             async with listening(worker, "127.0.0.1", port):
                 pass
+
+
+async def test_who_waits_for_a_body_has_a_deadline(workers, monkeypatch):
+    monkeypatch.setattr("neuron_di.worker.server.BODY_TIMEOUT_S", 0.05)
+    worker = workers.start("both")
+    async with listening(worker, "127.0.0.1", 0) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(BODY + b"Content-Length: 9\r\n\r\n{")
+        async with asyncio.timeout(WAIT_S):
+            assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
