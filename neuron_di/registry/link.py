@@ -6,9 +6,12 @@ import zmq.asyncio
 from neuron_di.dead_hosts import notice_dead_hosts
 from neuron_di.wire import REGISTRY_BYTES_MAX
 
-# Of one connection and direction: a client has a few calls under way, and what a flood leaves here,
-# of up to REGISTRY_BYTES_MAX each, is memory.
+# Of one connection and direction: what a flood leaves here, of up to REGISTRY_BYTES_MAX each, is
+# memory.
 QUEUED_MESSAGES_MAX = 32
+# Of one client under way. The registry drops an answer that finds its queue full, and ZMQ counts
+# what left a queue by the half of it: so many answers always find room.
+CALLS_MAX = QUEUED_MESSAGES_MAX // 2
 
 
 def open_socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asyncio.Socket:

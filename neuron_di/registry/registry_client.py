@@ -19,7 +19,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
 )
 from neuron_di.obs import LimitedLogger
-from neuron_di.registry.link import open_socket
+from neuron_di.registry.link import CALLS_MAX, open_socket
 from neuron_di.registry.registry import LeaseId, RegistryEvent, Snapshot
 from neuron_di.registry.supervised import Supervised
 from neuron_di.wire import (
@@ -55,7 +55,8 @@ class RegistryClient:
     """A Registry, and watchable, while entered: `async with RegistryClient("tcp://host:port")`.
 
     A call ends with its answer, or with PeerTimeout after `call_timeout_s` seconds; nothing
-    has to listen yet when the client is entered. Calls that wait when the connection breaks end
+    has to listen yet when the client is entered. Of many calls at once CALLS_MAX are under way,
+    the others wait their turn. Calls that wait when the connection breaks end
     with PeerGone. `num_malformed` counts answers that could not be understood.
     """
 
@@ -66,6 +67,7 @@ class RegistryClient:
         self._call_timeout_s = call_timeout_s
         self._calls = itertools.count(1)
         self._pending: dict[int, asyncio.Future[RegistryAnswer]] = {}
+        self._turns = asyncio.Semaphore(CALLS_MAX)
         self._receiving = Supervised("registry's link", self._receive)
         self._monitoring = Supervised("registry link's monitor", self._monitor)
         self._watch_trouble = ""  # why the last look of a watch failed
@@ -171,7 +173,7 @@ class RegistryClient:
         future = asyncio.get_running_loop().create_future()
         self._pending[request.call] = future
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), self._turns:
                 await self._socket.send(encode_msgpack(request))
                 answer = await future
         except TimeoutError:

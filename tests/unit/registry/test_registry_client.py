@@ -12,6 +12,7 @@ from neuron_di.errors import (
     RemoteProtocolError,
 )
 from neuron_di.registry import EmbeddedRegistry, RegistryClient, RegistryServer, Snapshot
+from neuron_di.registry.link import CALLS_MAX
 from neuron_di.wire import (
     RECORD_BYTES_MAX,
     GrantLease,
@@ -75,6 +76,21 @@ async def test_many_calls_at_once_each_get_their_own_answer(registry):
         leases = await asyncio.gather(*(client.grant(10 + index) for index in range(200)))
         remaining = await asyncio.gather(*(client.keep_alive(lease) for lease in leases))
         assert remaining == [10 + index for index in range(200)]
+
+
+async def test_of_many_calls_no_more_are_under_way_than_the_registry_has_room_to_answer(router):
+    address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    async with RegistryClient(address, call_timeout_s=30) as client:
+        grants = [asyncio.create_task(client.grant(10)) for _ in range(CALLS_MAX + 1)]
+        asked = [await router.recv_multipart() for _ in range(CALLS_MAX)]
+        assert not await router.poll(100)
+        for name, raw in asked:
+            call = registry_call_decoder.decode(raw).call
+            await router.send_multipart([name, encode_msgpack(LeaseGranted(call=call, lease=call))])
+        name, raw = await router.recv_multipart()
+        call = registry_call_decoder.decode(raw).call
+        await router.send_multipart([name, encode_msgpack(LeaseGranted(call=call, lease=call))])
+        assert await asyncio.gather(*grants) == list(range(1, CALLS_MAX + 2))
 
 
 async def test_a_deadline_ends_the_call_when_nothing_listens(free_address):
