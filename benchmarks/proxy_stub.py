@@ -22,6 +22,7 @@ from typing import Any
 
 import uvloop
 
+from neuron_di.clock import until_tick_s
 from neuron_di.types import Incarnation, Role, WorkerId
 from neuron_di.wire import (
     PROTOCOL_VERSION,
@@ -306,7 +307,7 @@ class LinkWorker(asyncio.Protocol):
     def _say_alive(self) -> None:
         self._transport.write(encode_frame(Told([], [], self._status)))
         loop = asyncio.get_running_loop()
-        self._alive = loop.call_later(ALIVE_INTERVAL_S, self._say_alive)
+        self._alive = loop.call_later(until_tick_s(ALIVE_INTERVAL_S), self._say_alive)
 
 
 def _token(number: int, index: int) -> bytes:

@@ -49,6 +49,16 @@ def now_s() -> float:
     return _monotonic_s()
 
 
+def until_tick_s(interval_s: float) -> float:
+    """Until the clock's next multiple of `interval_s`: where what waits for it wakes together.
+
+    The processes of one host have the same ones. Not until one that is very near: a timer may
+    ring a little early, and must not ring twice.
+    """
+    wait_s = interval_s - now_s() % interval_s
+    return wait_s if wait_s > interval_s / 8 else wait_s + interval_s
+
+
 def own_clock() -> Callable[[], float]:
     """What `now_s` asks now, for compiled code that is to run no Python for each token."""
     return _monotonic_s

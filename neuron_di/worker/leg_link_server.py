@@ -2,7 +2,8 @@
 
 A link only carries: what answers a leg is the `OpenHere` it was made with, which says the leg's
 events at once, from the event loop. All that is said in one turn of the loop leaves together.
-Each second, and whenever it changes its state, the worker tells every proxy how it is.
+Each second, and whenever it changes its state, the worker tells every proxy how it is: at the
+moments at which an idle proxy of the same host wakes anyway.
 
 Next: neuron_di/wire/leg_link.py, neuron_di/worker/server.py
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from neuron_di.clock import until_tick_s
 from neuron_di.errors import RemoteProtocolError, TooLarge
 from neuron_di.obs import LimitedLogger
 from neuron_di.wire import (
@@ -106,7 +108,7 @@ class LegLinkServer:
         """A link begins."""
         self.links.add(link)
         if self._looking is None:
-            self._looking = self._loop.call_later(ALIVE_INTERVAL_S, self._look)
+            self._looking = self._loop.call_later(until_tick_s(ALIVE_INTERVAL_S), self._look)
 
     def left(self, link: "WorkerLegLink") -> None:
         """It ended. May be called twice."""
@@ -117,7 +119,7 @@ class LegLinkServer:
 
     def _look(self) -> None:
         """One word and one timer for all links."""
-        self._looking = self._loop.call_later(ALIVE_INTERVAL_S, self._look)
+        self._looking = self._loop.call_later(until_tick_s(ALIVE_INTERVAL_S), self._look)
         word = self.word()
         for link in list(self.links):
             link.look(word)

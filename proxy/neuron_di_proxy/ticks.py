@@ -6,7 +6,7 @@ An idle process does little else. So it wakes once for all of them, and a look i
 import asyncio
 from collections.abc import Callable
 
-from neuron_di.clock import now_s
+from neuron_di.clock import until_tick_s
 from neuron_di.obs import get_logger
 
 _log = get_logger(__name__)
@@ -23,7 +23,7 @@ def look_every(interval_s: float, look: Callable[[], object]) -> Callable[[], No
 
     def ring() -> None:
         nonlocal timer
-        timer = loop.call_later(_until_tick_s(interval_s), ring)  # first: `look` may stop it
+        timer = loop.call_later(until_tick_s(interval_s), ring)  # first: `look` may stop it
         try:
             look()
         except Exception as error:
@@ -33,11 +33,5 @@ def look_every(interval_s: float, look: Callable[[], object]) -> Callable[[], No
         if timer is not None:
             timer.cancel()
 
-    timer = loop.call_later(_until_tick_s(interval_s), ring)
+    timer = loop.call_later(until_tick_s(interval_s), ring)
     return stop
-
-
-def _until_tick_s(interval_s: float) -> float:
-    """Not until one that is very near: a timer may ring a little early, and must not ring twice."""
-    wait_s = interval_s - now_s() % interval_s
-    return wait_s if wait_s > interval_s / 8 else wait_s + interval_s
