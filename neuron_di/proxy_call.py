@@ -14,7 +14,7 @@ _OTHER_NAME = "name the proxy as its certificate does"
 # By OpenSSL's number of what is wrong. What is not here is signed by nobody that we know.
 _CERTIFICATE_MENDS = {
     9: "it is not valid yet, or this machine's clock is slow",
-    10: "renew it and restart the proxy, or set this machine's clock",
+    10: "renew it, or set this machine's clock",
     62: _OTHER_NAME,  # not that host name
     64: _OTHER_NAME,  # not that IP address
 }

@@ -7,7 +7,6 @@ is right, wrong, unknown, expired or missing: how long it took tells nothing.
 import hmac
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from neuron_di.clock import now_s
 from neuron_di.errors import ConfigError, Forbidden, Unauthorized
@@ -21,6 +20,7 @@ from neuron_di_proxy.key_file import (
     is_expired,
     read_key_file,
 )
+from neuron_di_proxy.seen_file import Seen, look_at
 from neuron_di_proxy.tenant import EVERYBODY, Tenant
 
 LOOK_INTERVAL_S = 1.0  # between two looks at whether the file changed
@@ -46,11 +46,11 @@ class Keys:
         self._path = None if path is None else Path(path)
         self._keys: dict[str, KeyRecord] = {}
         self._tenants: dict[str, Tenant] = {}  # by key id
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
         self._not_read = ""  # why, when it was last looked at
         self._look_again_s = 0.0
         if self._path is not None:
-            self._seen = _stat(self._path)
+            self._seen = look_at(self._path)
             self._take(read_key_file(self._path))
             self._look_again_s = now_s() + LOOK_INTERVAL_S
 
@@ -84,7 +84,7 @@ class Keys:
     def _look(self) -> None:
         assert self._path is not None, "without a file there is nothing to look at"
         self._look_again_s = now_s() + LOOK_INTERVAL_S
-        found = _stat(self._path)
+        found = look_at(self._path)
         if found == self._seen:
             return
         self._seen = found
@@ -121,21 +121,3 @@ def authorize(keys: Keys, path: str, headers: Mapping[str, str]) -> Tenant:
     if path in OPERATOR_PATHS and not tenant.is_operator:
         raise Forbidden("this needs an operator's key: neuron-di key create --operator")
     return tenant
-
-
-class _Seen(NamedTuple):
-    """What differs when a file was changed, replaced or given to others."""
-
-    changed_ns: int
-    size: int
-    inode: int
-    mode: int
-
-
-def _stat(path: Path) -> _Seen | None:
-    """None: it is not there."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return _Seen(found.st_ctime_ns, found.st_size, found.st_ino, found.st_mode)

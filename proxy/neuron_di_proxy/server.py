@@ -2,19 +2,21 @@
 
 import asyncio
 import socket
-import ssl
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 from neuron_di.clock import Deadline
 from neuron_di.config import ProxyOptions, cannot_listen, is_loopback, require_address
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
 from neuron_di_proxy.app import create_app
+from neuron_di_proxy.certificate import LOOK_INTERVAL_S, certificate_of
 from neuron_di_proxy.front import BACKLOG, Front
 from neuron_di_proxy.hypercorn_side import HypercornSide
 from neuron_di_proxy.route import Directory
 from neuron_di_proxy.service import Service
 from neuron_di_proxy.siblings import SiblingPlace, Siblings
+from neuron_di_proxy.ticks import look_every
 
 LAST_WORDS_TIMEOUT_S = 1.0  # for connections that are still open after the drain
 
@@ -59,29 +61,6 @@ def _bind(config: ProxyOptions, *, is_shared: bool) -> socket.socket:
     return sock
 
 
-def tls_context(config: ProxyOptions) -> ssl.SSLContext | None:
-    """What TLS needs; None where the proxy does not speak it. Raises ConfigError."""
-    cert, key = config.front.tls_cert, config.front.tls_key
-    if cert is None and key is None:
-        return None
-    if cert is None or key is None:
-        missing = "--tls-cert" if cert is None else "--tls-key"
-        raise ConfigError(f"TLS needs a certificate and its private key: give {missing} too")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2", "http/1.1"])
-    try:
-        # An empty password: a key that is encrypted must fail here, not ask at a terminal.
-        context.load_cert_chain(cert, key, password="")
-    except OSError as error:  # SSLError is one
-        raise ConfigError(
-            f"cannot use the certificate {cert} with the key {key}: {error.strerror or error}. "
-            "Both are PEM files, the chain begins with the server's own certificate, and the key "
-            "is that certificate's, without a password."
-        ) from None
-    return context
-
-
 async def serve(
     config: ProxyOptions,
     directory: Directory,
@@ -100,10 +79,12 @@ async def serve(
     answered with 503. Without `takes_hot`, Quart answers everything. `place` says which of several
     processes this is; where it has lost the first one, `is_orphan`, it leaves the port to others.
     """
-    tls = tls_context(config)
+    certificate = certificate_of(config.front)
+    tls = None if certificate is None else certificate.context
     async with (
         Service(config, directory) as service,
         Siblings(service, place) as siblings,
+        AsyncExitStack() as stack,
     ):
         hypercorn = HypercornSide(
             create_app(service, siblings), config.front, service.limits.send_timeout_s
@@ -111,6 +92,8 @@ async def serve(
         front = Front(service, hypercorn, tls, takes_hot=takes_hot)
         await hypercorn.start()
         await front.start(sock)
+        if certificate is not None:
+            stack.callback(look_every(LOOK_INTERVAL_S, certificate.look))
         on_ready()
         try:
             await shutdown.wait()

@@ -216,7 +216,7 @@ def test_the_file_is_looked_at_once_a_second_and_read_when_it_changed(path, cloc
     keys = Keys(str(path))
     looks, reads = [], []
     monkeypatch.setattr(
-        keys_module, "_stat", lambda path, real=keys_module._stat: looks.append(1) or real(path)
+        keys_module, "look_at", lambda path, real=keys_module.look_at: looks.append(1) or real(path)
     )
     monkeypatch.setattr(
         keys_module, "read_key_file", lambda path: reads.append(1) or read_key_file(path)

@@ -11,8 +11,8 @@ from running_proxy import AT_ONCE, RunningProxy
 
 from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di.errors import ConfigError
+from neuron_di_proxy.certificate import certificate_of
 from neuron_di_proxy.reply import EVENT_STREAM
-from neuron_di_proxy.server import tls_context
 from neuron_di_proxy.socket_reply import SocketReply
 from neuron_di_proxy.token_lane import outlet_of
 
@@ -105,11 +105,11 @@ async def test_a_client_without_tls_is_not_served(secure):
 )
 def test_what_is_wrong_with_the_files_is_said(pem, cert, key, said):
     with pytest.raises(ConfigError, match=said):
-        tls_context(config_with(pem, cert, key))
+        certificate_of(config_with(pem, cert, key).front)
 
 
 def test_without_files_there_is_no_tls():
-    assert tls_context(ProxyOptions()) is None
+    assert certificate_of(FrontOptions()) is None
 
 
 async def test_a_client_that_leaves_is_nothing_to_warn_of(secure, pem, caplog):
