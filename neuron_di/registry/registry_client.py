@@ -120,6 +120,7 @@ class RegistryClient:
     async def watch(self, prefix: str) -> AsyncGenerator[RegistryEvent, None]:
         """As WatchableRegistry says, in snapshots only.
 
+        What changes while one is read may be as it was: the next one follows at once.
         While the registry cannot be reached nothing is said: what was known stays known.
         """
         seen = ""
@@ -142,7 +143,9 @@ class RegistryClient:
     async def _all(self, prefix: str, seen: str) -> tuple[str, dict[str, bytes]]:
         """Every key and the version they are of; no key where that is the one that was seen.
 
-        Then it may take until something changes.
+        Then it may take until something changes. The version is the first page's: what changed
+        between two pages is seen by the next look, at once. To begin again at each change would
+        take for ever where many workers are busy.
         """
         version, values, after = "", dict[str, bytes](), ""
         wait_s = WATCH_WAIT_S if seen else 0.0
@@ -153,10 +156,7 @@ class RegistryClient:
             page = await self._ask(request, KeysListed, wait_s=wait_s)
             if page.values is None:
                 return page.version, {}
-            if version and page.version != version:  # it changed between two pages: begin again
-                version, values, after = "", {}, ""
-                continue
-            version = page.version
+            version = version or page.version
             values |= page.values
             if page.is_last:
                 return version, values

@@ -4,9 +4,11 @@ import pytest
 import zmq
 
 from neuron_di.errors import PeerTimeout
-from neuron_di.registry import RegistryClient, registry_client
+from neuron_di.registry import RegistryClient, RegistryServer, registry_client
 from neuron_di.registry.registry_server import LIST_WAIT_S_MAX
-from neuron_di.wire import KeysListed, ListKeys
+from neuron_di.wire import RECORD_BYTES_MAX, KeysListed, ListKeys
+
+NUM_PAGES = 4
 
 
 async def test_a_deadline_that_passed_is_said_as_it_was():
@@ -25,3 +27,39 @@ async def test_a_deadline_that_passed_is_said_as_it_was():
 def test_a_registry_that_hangs_is_noticed_soon():
     assert registry_client.CALL_TIMEOUT_S + registry_client.WATCH_WAIT_S <= 4.0
     assert registry_client.WATCH_WAIT_S <= LIST_WAIT_S_MAX
+
+
+class Restless(RegistryServer):
+    """A key changes behind each of its answers: there are many workers, and they are busy."""
+
+    num_answers = 0
+    num_changes = 100
+
+    async def _answer(self, client, frames):
+        answer = await super()._answer(client, frames)
+        self.num_answers += 1
+        if self.num_answers <= self.num_changes:
+            number = self.num_answers % NUM_PAGES
+            await put_page(self._registry, number, self.num_answers)
+        return answer
+
+
+async def put_page(registry, number, value):
+    """A key that fills a page."""
+    value = bytes([value]) * RECORD_BYTES_MAX
+    await registry.put(f"/{number}", value, await registry.grant(3600))
+
+
+async def test_changes_between_pages_keep_nobody_from_what_there_is(registry):
+    for number in range(NUM_PAGES):
+        await put_page(registry, number, 0)
+    async with (
+        Restless(registry, "tcp://127.0.0.1:0") as server,
+        RegistryClient(server.address) as client,
+    ):
+        watch = client.watch("/")
+        assert len((await anext(watch)).values) == NUM_PAGES
+        assert server.num_answers == NUM_PAGES
+        server.num_changes = 0
+        assert await anext(watch) == await anext(registry.watch("/"))
+        await watch.aclose()
