@@ -20,6 +20,7 @@ TRANSFERS_MAX = 16
 LANES_MAX = 256  # in a status
 
 Transfer = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Tag = Annotated[str, msgspec.Meta(min_length=1)]  # an empty one divides no text
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +57,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # How the model's chat template writes tool calls; None: it does not.
     tool_format: ToolFormat | None = None
-    reasoning: tuple[str, str] | None = None  # the tags around a model's reasoning, if it has any
+    reasoning: tuple[Tag, Tag] | None = None  # around a model's reasoning, if it has any
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     def key(self) -> str:

@@ -56,6 +56,14 @@ def test_a_value_that_is_no_record(reader, make_record, value, fault):
     assert reader.num_refused == {fault: 1}
 
 
+def test_a_record_with_empty_tags_is_none(reader, make_record):
+    # No text can be divided by them: one such record, of a worker that nobody asked, made each chat
+    # with its model an internal error.
+    record = make_record(reasoning=("", ""))
+    assert reader.read(record.key(), encode_json(record)) is None
+    assert reader.num_refused == {"value": 1}
+
+
 def test_another_version_is_refused_by_name_though_nothing_else_of_it_can_be_read(reader):
     key = "/workers/decode/127.0.0.1/4000"
     value = b'{"protocol_version": 99, "worker_id": "decode-7", "addresses": [["tcp", 1]]}'
