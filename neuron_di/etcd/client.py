@@ -264,6 +264,23 @@ class EtcdClient:
         """One stream of changes, until it breaks: see neuron_di/etcd/watch_stream.py."""
         return watch_stream(self._connection, keys, start_revision, with_previous=with_previous)
 
+    async def require_same(
+        self, keys: KeyRange, batch: WatchBatch, before: WatchBatch | None
+    ) -> None:
+        """HistoryGone where a stream's first word comes from another etcd than what was `before`.
+
+        Of a stream that goes on at a revision which is not there yet etcd says nothing until it is.
+        """
+        if before is None:
+            return
+        cluster_id, revision = batch.cluster_id, batch.revision
+        if revision < before.revision:  # a member may lag behind, but not most of them
+            async with aclosing(self.pages(KeyRange(keys.first))) as pages:
+                page = await anext(pages)
+            cluster_id, revision = page.cluster_id, page.revision
+        if cluster_id != before.cluster_id or revision < before.revision:
+            raise HistoryGone("this is another etcd than before, or one that lost what it had")
+
     async def status(self, *, deadline: Deadline | None = None) -> MemberStatus:
         """What a member says of itself."""
         answer = await self._call(STATUS, StatusRequest(), deadline)

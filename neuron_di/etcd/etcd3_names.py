@@ -225,8 +225,8 @@ class Etcd3Client:
         """Call back with each WatchResponse, until it is cancelled. Returns the watch's id.
 
         PeerTimeout where etcd has not begun it within the client's time-out: then there is none.
-        It goes on after etcd was away. What ends it, a revision that was compacted or a
-        permission that is missing, is the last thing the callback gets: an exception.
+        It goes on after etcd was away. What ends it, a revision that was compacted, another etcd
+        or a permission that is missing, is the last thing the callback gets: an exception.
         """
         keys = key_range_of(key, range_end)
         watch_id, _ = self._add_watch(keys, callback, start_revision, prev_kv=prev_kv)
@@ -320,16 +320,17 @@ class Etcd3Client:
         *,
         prev_kv: bool,
     ) -> None:
-        pause_s = WATCH_PAUSE_S_MIN
+        pause_s, before = WATCH_PAUSE_S_MIN, None
         try:
             while True:
                 try:
                     stream = self._client.watch(keys, revision, with_previous=prev_kv)
                     async with aclosing(stream) as batches:
                         async for batch in batches:
-                            pause_s = WATCH_PAUSE_S_MIN
-                            if batch.is_first and revision == 0:
-                                revision = batch.revision + 1
+                            if batch.is_first:
+                                await self._client.require_same(keys, batch, before)
+                                revision = revision or batch.revision + 1
+                            pause_s, before = WATCH_PAUSE_S_MIN, batch
                             if not begun.done():
                                 begun.set_result(None)
                             if batch.changes:

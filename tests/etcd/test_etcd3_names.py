@@ -104,6 +104,19 @@ def test_watches_go_on_after_a_restart_and_end_when_cancelled(etcd, etcd3):
     assert list(events) == []
 
 
+def test_an_etcd_that_was_wiped_ends_a_watch(etcd, etcd3):
+    heard = queue.SimpleQueue()
+    for _ in range(100):
+        etcd3.put("/before", "x")
+    etcd3.add_watch_callback("/w", heard.put)
+    member = etcd.members[0]
+    member.kill()
+    member.wipe()
+    member.launch()
+    put_again(etcd3, "/w", "a")
+    assert isinstance(heard.get(timeout=30), HistoryGone)
+
+
 def events_revision(etcd3, key):
     return etcd3.get(key)[1].mod_revision
 

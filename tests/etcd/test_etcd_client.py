@@ -6,6 +6,7 @@ import gc
 import os
 import re
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -228,6 +229,24 @@ async def test_an_expired_token_is_renewed_for_calls_and_streams():
             etcd.members[0].kill()
             etcd.members[0].launch()
             await eventually(lambda: registry.put(KEY, b"after", lease))
+
+
+async def test_a_member_that_lags_behind_is_no_other_etcd():
+    async with running_etcd() as etcd, EtcdClient(etcd.addresses) as client:
+        keys = KeyRange(b"/a")
+        revision = await client.put(b"/a", b"1")
+        async with aclosing(client.watch(keys)) as batches:
+            batch = await anext(batches)
+        late = replace(batch, revision=revision - 1)
+        await client.require_same(keys, late, None)
+        await client.require_same(keys, batch, replace(batch, revision=revision - 1))
+        await client.require_same(keys, late, batch)
+        for before in (
+            replace(batch, revision=revision + 1),
+            replace(batch, cluster_id=batch.cluster_id + 1),
+        ):
+            with pytest.raises(HistoryGone):
+                await client.require_same(keys, batch, before)
 
 
 async def test_users_switched_on_while_we_are_there():
