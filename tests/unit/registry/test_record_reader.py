@@ -64,6 +64,15 @@ def test_a_record_with_empty_tags_is_none(reader, make_record):
     assert reader.num_refused == {"value": 1}
 
 
+@pytest.mark.parametrize("name", ["slots", "num_legs", "context_tokens", "num_vocab", "pid"])
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_counts_that_no_load_can_be_computed_of_are_none(reader, make_record, name, sign):
+    record = make_record(**{name: 1234567})
+    value = encode_json(record).replace(b"1234567", (sign + "9" * 400).encode())
+    assert reader.read(record.key(), value) is None
+    assert reader.num_refused == {"value": 1}
+
+
 def test_another_version_is_refused_by_name_though_nothing_else_of_it_can_be_read(reader):
     key = "/workers/decode/127.0.0.1/4000"
     value = b'{"protocol_version": 99, "worker_id": "decode-7", "addresses": [["tcp", 1]]}'

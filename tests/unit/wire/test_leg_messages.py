@@ -140,6 +140,15 @@ def test_the_others_come_back_equal(decoder, message):
     assert decoder.decode(encode_json(message)) == message
 
 
+@pytest.mark.parametrize("name", ["num_blocks", "num_legs", "num_steps", "kv_bytes_received"])
+def test_a_status_has_counts_that_a_metric_can_show(name):
+    large = msgspec.structs.replace(STATUS, **{name: (1 << 63) - 1})
+    assert status_decoder.decode(encode_json(large)) == large
+    digits = b"%d" % ((1 << 63) - 1)
+    with pytest.raises(RemoteProtocolError, match=name):
+        status_decoder.decode(encode_json(large).replace(digits, b"9" * 400))
+
+
 @pytest.mark.parametrize(
     "raw",
     [
