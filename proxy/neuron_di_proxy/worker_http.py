@@ -1,18 +1,32 @@
 """Questions to workers over HTTP, on connections that are kept."""
 
+import socket
+
 import aiohttp
 
 from neuron_di.errors import RemoteProtocolError
+
+# Of one connection, until it is read. uvloop reads on until nothing is left, up to 8 MB, before it
+# turns to anything else: who answers by "100 Continue" without end would keep it for seconds.
+UNREAD_BYTES = 64 << 10
 
 
 def worker_session() -> aiohttp.ClientSession:
     """The caller's to close. Each question has a deadline of its own."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),  # the proxy's admission is the limit
+        # The proxy's admission is the limit.
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=_small_socket),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         timeout=aiohttp.ClientTimeout(total=None),
     )
+
+
+def _small_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = info
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD_BYTES)
+    return sock
 
 
 async def ask_worker(

@@ -1,8 +1,12 @@
 """Questions to workers over HTTP: connections are kept, and answers have a limit."""
 
 import asyncio
+import socket
+import threading
 
 import pytest
+import uvloop
+from aiohttp.client_proto import ResponseHandler
 
 from neuron_di.clock import now_s
 from neuron_di.errors import RemoteProtocolError
@@ -13,6 +17,7 @@ BYTES_MAX = 1 << 16
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
 UPGRADING = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nx"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 IN_CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n"
 
 
@@ -131,6 +136,43 @@ async def test_what_is_no_answer_is_refused(asker, server, answer):
     server.answer = OK
     assert await ask(asker, server) == (200, b"{}")
     assert len(server.writers) == 2
+
+
+def test_who_never_comes_to_the_answer_keeps_the_loop_from_nothing_else(monkeypatch):
+    num_bytes, most, num_continues = 0, 0, 100_000
+    receive = ResponseHandler.data_received
+
+    def count(handler, data):
+        nonlocal num_bytes, most
+        num_bytes += len(data)
+        most = max(most, num_bytes)
+        receive(handler, data)
+
+    def flood(listener):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(CONTINUE * num_continues + OK)
+
+    async def ask_all(port):
+        nonlocal num_bytes
+        async with worker_session() as session:
+            url = f"http://127.0.0.1:{port}/status"
+            asking = asyncio.create_task(ask_worker(session, url, bytes_max=BYTES_MAX))
+            while not asking.done():
+                num_bytes = 0
+                await asyncio.sleep(0)
+            return asking.result()
+
+    monkeypatch.setattr(ResponseHandler, "data_received", count)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        flooding = threading.Thread(target=flood, args=(listener,))
+        flooding.start()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            answer = runner.run(ask_all(listener.getsockname()[1]))
+        flooding.join()
+    assert answer == (200, b"{}")
+    assert most < 512 << 10
 
 
 async def test_nobody_there_and_no_name(asker, server):
