@@ -182,6 +182,8 @@ class RegistryClient:
             ) from None
         finally:
             del self._pending[request.call]
+            if future.done() and not future.cancelled():
+                future.exception()  # the link may have ended before anything was sent: no news
         if isinstance(answer, RegistryRefused):
             raise PeerRefused(f"the registry refused: {answer.reason}")
         if not isinstance(answer, answer_type):

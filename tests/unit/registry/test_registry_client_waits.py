@@ -1,5 +1,8 @@
 """What a client of the registry waits for, and what it says when that was too long."""
 
+import asyncio
+import gc
+
 import pytest
 import zmq
 
@@ -22,6 +25,23 @@ async def test_a_deadline_that_passed_is_said_as_it_was():
                 await client._ask(request, KeysListed, wait_s=0.2)
     finally:
         context.destroy(linger=0)
+
+
+async def test_who_hangs_up_before_anything_was_sent_is_no_error_of_ours():
+    loop, told = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: told.append(context["message"]))
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, RegistryClient(f"tcp://127.0.0.1:{port}", call_timeout_s=1) as client:
+        asking = asyncio.create_task(client.grant(10))
+        async with asyncio.timeout(30):
+            while not any(each.done() for each in client._pending.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        with pytest.raises(PeerTimeout):
+            await asking
+    del asking
+    gc.collect()
+    assert told == []
 
 
 def test_a_registry_that_hangs_is_noticed_soon():
