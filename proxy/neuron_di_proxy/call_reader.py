@@ -132,6 +132,7 @@ class CallReader:
                 self._may_close = False
                 if is_open:
                     return self._skip(tag, at)
+                self._markup.clear()  # white space between the call and its tag
                 return at + len(tag)
             if tag.startswith(rest) and at + len(rest) == len(text):
                 self._held = rest

@@ -63,6 +63,7 @@ F = ("f", '{"a":  [1, "}"]}')
         ("hermes", f"Hm. <tool_call>{ONE}</tool_call>", "Hm. ", [F]),
         ("hermes", f"\n\n<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n", "", [F, F]),
         ("hermes", f"<tool_call>{ONE}</tool_call> So.", " So.", [F]),
+        ("hermes", f"Hm.\n<tool_call>\n{ONE}\n</tool_call>\nSo.", "Hm.\n\nSo.", [F]),
         ("hermes", f"<tool_call>{ONE}", "", [F]),
         ("hermes", f"<tool_call>{ONE}<tool_call>{ONE}", "", [F, F]),
         ("hermes", f"<tool_call>{ONE[:-1]}</tool_call>", "", [F]),  # a bracket too few
