@@ -17,6 +17,8 @@ def local_folder(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
+        if is_folder:
+            os.stat(os.path.join(path, "."))  # as all that lies in it will be looked for
     except (OSError, RuntimeError) as error:  # too long, not allowed, nobody's home
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot look for the model folder {model}: {reason}") from None

@@ -1,6 +1,7 @@
 """A wrong path of the model: said at once, before any process is started."""
 
 import pytest
+from other_user import as_another_user
 
 from neuron_di.config import ServeOptions, local_folder, model_name_of
 from neuron_di.errors import CheckpointError
@@ -34,6 +35,14 @@ def test_a_hub_id_is_no_path(model, tmp_path, monkeypatch):
 def test_a_path_that_cannot_be_is_refused_in_words(model):
     with pytest.raises(CheckpointError, match="cannot look for the model folder"):
         local_folder(model)
+
+
+def test_a_folder_that_this_user_may_not_look_into_is_refused_in_words(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir(mode=0o600)
+    words = f"cannot look for the model folder {folder}: Permission denied"
+    with as_another_user(tmp_path), pytest.raises(CheckpointError, match=words):
+        local_folder(str(folder))
 
 
 def test_clients_name_a_model_by_its_folder_however_that_was_given(tmp_path, monkeypatch):
