@@ -106,10 +106,13 @@ def _require_writable(path: str | None) -> None:
     if path is None:
         return
     file, folder = Path(path), Path(path).parent
-    if not folder.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {folder}")
-    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-        raise ConfigError(f"{path} cannot be written")
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {folder}")
+        if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+            raise ConfigError(f"{path} cannot be written")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _run(settings: "Settings", trace: "Trace | None", key: str | None) -> "tuple[Run | None, int]":

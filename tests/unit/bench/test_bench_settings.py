@@ -2,6 +2,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+from other_user import as_another_user
 
 from neuron_di.bench.command import run_bench_command, settings_of
 from neuron_di.bench.flags import add_bench_flags
@@ -139,3 +140,15 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(flag, tmp_pa
         flags = parser.parse_args(["--url", "http://127.0.0.1:1", flag, str(path)])
         with pytest.raises(ConfigError, match="cannot be written"):
             run_bench_command(flags)
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_what_lies_where_this_user_may_not_look_cannot_be_written(flag, tmp_path):
+    parser = FlagParser(prog="bench")
+    add_bench_flags(parser)
+    (tmp_path / "closed").mkdir(mode=0o600)
+    path = str(tmp_path / "closed" / "x.png")
+    flags = parser.parse_args(["--url", "http://127.0.0.1:1", flag, path])
+    words = f"{path} cannot be written: Permission denied"
+    with as_another_user(tmp_path), pytest.raises(ConfigError, match=words):
+        run_bench_command(flags)
