@@ -110,6 +110,7 @@ def _compile_into(folder: Path, manifest: Manifest, model_folder: Path) -> None:
             raise ConfigError(f"NxD Inference wrote no {', '.join(missing)}")
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
         (out / MANIFEST).write_bytes(text + b"\n")
+        _open_to_readers(out)
         if folder.is_dir():  # one that will not do
             folder.rename(partial / "before")
         out.rename(folder)
@@ -119,6 +120,16 @@ def _compile_into(folder: Path, manifest: Manifest, model_folder: Path) -> None:
         else:
             os.environ[_WORK_VARIABLE] = before
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Safetensors writes files for this user alone; servers run as another one, as a rule."""
+    like_ours = (folder / MANIFEST).stat().st_mode & 0o666  # as this user's umask has it
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(place, name)
+            if not os.path.islink(path):
+                os.chmod(path, os.stat(path).st_mode | like_ours)
 
 
 @contextlib.contextmanager

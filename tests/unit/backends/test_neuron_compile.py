@@ -222,6 +222,17 @@ def test_one_that_lacks_a_part_is_compiled_again(
     assert graphs.is_file()
 
 
+def test_other_users_may_read_what_was_compiled(llama_folder: Path, options: EngineOptions) -> None:
+    """As far as the umask lets them: safetensors gives its files to nobody else."""
+    before = os.umask(0o027)
+    try:
+        folder = compiled(llama_folder, options).folder
+    finally:
+        os.umask(before)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
+
+
 def test_a_compiled_model_is_no_folder_for_others(
     llama_folder: Path, options: EngineOptions
 ) -> None:
