@@ -84,6 +84,16 @@ def find_artifact(
     `neuron_config` is what NxD Inference must say of it. ConfigError, which says what is there
     instead and gives `mend`.
     """
+    try:
+        return _find(root, wanted, neuron_config, mend)
+    except PermissionError as error:
+        raise ConfigError(
+            f"this user may not read the compiled model in {root}: {error.filename}: "
+            f"{error.strerror}. Mend: chmod -R a+rX {root}, or serve as the user who compiled it"
+        ) from None
+
+
+def _find(root: Path, wanted: Manifest, neuron_config: Mapping[str, Any], mend: str) -> Path:
     folder = root if is_artifact(root) else root / wanted.key
     if not folder.is_dir():
         raise ConfigError(_nearest(root, wanted, mend))
@@ -102,7 +112,7 @@ def find_artifact(
 
 def is_artifact(folder: Path) -> bool:
     """Whether this is one compiled model, and no folder of several."""
-    return (folder / NEURON_CONFIG).exists() or (folder / MANIFEST).exists()
+    return any(os.path.exists(folder / name) for name in (NEURON_CONFIG, MANIFEST))
 
 
 def missing_files(folder: Path, num_ranks: int) -> list[str]:
@@ -192,8 +202,14 @@ def _nearest(root: Path, wanted: Manifest, mend: str) -> str:
 
 
 def _has_bytes(path: Path) -> bool:
+    """PermissionError where this user may not read it: NxD Inference would miss it, too."""
     try:
-        return path.is_file() and path.stat().st_size > 0
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return bool(file.read(1))
+    except PermissionError:
+        raise
     except OSError:
         return False
 

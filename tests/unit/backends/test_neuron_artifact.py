@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from other_user import as_another_user
 
 from neuron_di.backends.neuron_artifact import (
     MANIFEST,
@@ -212,6 +213,22 @@ def test_graphs_and_the_weights_of_each_rank_must_be_there(
         (folder / name).touch()
     said = refusal(tmp_path)
     assert said.startswith(f"the compiled model in {folder} will not do: it lacks {name}. ")
+
+
+@pytest.mark.parametrize("name", [".", MANIFEST_WANTED.key, *PARTS])
+def test_what_this_user_may_not_read_is_told_from_what_is_not_there(
+    tmp_path: Path, name: str
+) -> None:
+    """NxD Inference would say that there is no such file."""
+    root = tmp_path / "artifacts"
+    folder = write(root / MANIFEST_WANTED.key, MANIFEST_WANTED)
+    closed = (folder if name in PARTS else root) / name
+    closed.chmod(0o600)
+    with as_another_user(tmp_path):
+        said = refusal(root, "or serve as the user who compiled it")
+    closed.chmod(0o700)
+    assert said.startswith(f"this user may not read the compiled model in {root}: {closed}")
+    assert ": Permission denied. Mend: chmod -R a+rX " in said
 
 
 def test_the_same_under_another_name_is_told_so(tmp_path: Path) -> None:
