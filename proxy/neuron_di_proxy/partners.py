@@ -52,7 +52,11 @@ def _why_alone(record: WorkerRecord, partners: list[WorkerRecord], role: Role) -
         shown = shown_digest(record.layout_digest)
         return f"KV layout {shown} differs from {other.worker_id}'s"
     own, others = (", ".join(each.transfer) or "nothing" for each in (record, other))
-    return f"{own} can move its KV, {others} that of {other.worker_id}"
+    # An engine of one host has behind an @ whom it reaches there.
+    names = [{name.partition("@")[0] for name in each.transfer} for each in (record, other)]
+    is_tcp = all("tcp" in each for each in names)
+    mend = "a --host that others reach" if is_tcp else "--transfer shm,tcp"
+    return f"{own} can move its KV, {others} that of {other.worker_id}: {mend} at both would do"
 
 
 def _num_alike(one: WorkerRecord, other: WorkerRecord) -> int:

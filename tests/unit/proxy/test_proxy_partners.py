@@ -16,13 +16,28 @@ LONG = "12ab34cd56ef7890"
         ({"layout_digest": LONG}, "KV layout 12ab34cd… differs from p0's"),
         ({"model_digest": LONG}, "weights 12ab34cd… differ from p0's"),
         ({"model": "large"}, "no prefill worker has model 'large'"),
-        ({"transfer": ["tcp"]}, "tcp can move its KV, shm@here that of p0"),
         ({"model_digest": LONG, "layout_digest": LONG}, "weights 12ab34cd… differ from p0's"),
     ],
 )
 def test_a_worker_without_a_partner_is_told_from_the_nearest(changes, words):
     odd = make_record("d1", "decode", 4002, **changes)
     assert why_alone([P0, D0, odd]) == {process_of(odd): words}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "mend"),
+    [
+        (["shm@there"], ["shm@here"], "--transfer shm,tcp"),
+        (["shm@there", "tcp@there"], [], "--transfer shm,tcp"),
+        (["tcp@there"], ["shm@here", "tcp@here"], "a --host that others reach"),
+    ],
+)
+def test_workers_whose_engines_do_not_meet_are_told_what_would(one, other, mend):
+    odd = make_record("d1", "decode", 4002, transfer=one)
+    reasons = why_alone([make_record("p1", "prefill", 4003, transfer=other), odd])
+    has, others = ", ".join(one), ", ".join(other) or "nothing"
+    words = f"{has} can move its KV, {others} that of p1: {mend} at both would do"
+    assert reasons[process_of(odd)] == words
 
 
 def test_the_partner_that_is_nearest_is_named():
