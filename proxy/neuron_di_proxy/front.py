@@ -25,6 +25,7 @@ from neuron_di_proxy.request_head import RequestHead
 from neuron_di_proxy.send_deadline import NEVER
 from neuron_di_proxy.service import Service
 from neuron_di_proxy.ticks import look_every
+from neuron_di_proxy.tls_handshake import TlsHandshake
 
 BACKLOG = 4096
 STARTS_PER_TURN = 4  # requests: what running streams are sent must not wait for a crowd of them
@@ -32,6 +33,7 @@ SWEEP_S_MIN, SWEEP_S_MAX = 0.02, 1.0
 
 _LOOKED_AT_MAX = 64  # connections, when another wants to join
 
+_Connection = FrontConnection | TlsHandshake
 _log = get_logger(__name__)
 
 
@@ -57,8 +59,8 @@ class Front:
         self._counts = service.metrics.connections
         self._hypercorn = hypercorn
         self._tls = tls
-        self._connections: dict[FrontConnection, None] = {}
-        self._resting: dict[FrontConnection, None] = {}  # without a request; since longest first
+        self._connections: dict[_Connection, None] = {}
+        self._resting: dict[_Connection, None] = {}  # without a request; since longest first
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._due: deque[FrontConnection] = deque()  # have a request that is to be started
@@ -70,14 +72,11 @@ class Front:
 
     async def start(self, sock: socket.socket) -> None:
         """Accept connections from now on. Takes over `sock`."""
-        loop = asyncio.get_running_loop()
-        handshake_timeout_s = self.options.header_timeout_s if self._tls else None
+        loop, tls = asyncio.get_running_loop(), self._tls
         self._server = await loop.create_server(
-            lambda: FrontConnection(self),
+            lambda: FrontConnection(self) if tls is None else TlsHandshake(self, tls),
             sock=sock,
             backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=handshake_timeout_s,
         )
 
     def drain(self, *, leaves_port: bool = False) -> None:
@@ -112,7 +111,7 @@ class Front:
 
     # What connections call.
 
-    def joined(self, connection: FrontConnection) -> bool:
+    def joined(self, connection: _Connection) -> bool:
         """A connection was made. False: there are too many, and it must end."""
         if self.num_connections >= self.options.connections_max:
             self._counts.num_refused += 1
@@ -130,7 +129,7 @@ class Front:
             self._stop_sweeping = look_every(self._interval_s, self._sweep)
         return True
 
-    def left(self, connection: FrontConnection) -> None:
+    def left(self, connection: _Connection) -> None:
         """A connection is over."""
         self._connections.pop(connection, None)
         self._resting.pop(connection, None)

@@ -38,12 +38,12 @@ async def proxy_with(stack, cluster, **front):
 
 async def is_served(address, tls=None):
     """Whether one more connection is. A refused one ends without a word."""
-    async with RawClient(address, tls) as raw:
-        raw.send(get("/live", "Connection: close"))
-        try:
+    try:
+        async with RawClient(address, tls) as raw:
+            raw.send(get("/live", "Connection: close"))
             return (await raw.response()).status == 200
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return False
+    except (asyncio.IncompleteReadError, ConnectionError, ssl.SSLEOFError):
+        return False
 
 
 async def until_served(address):

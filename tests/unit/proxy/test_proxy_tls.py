@@ -1,12 +1,15 @@
 """TLS: what serves, and what is said of a certificate or key that cannot."""
 
 import asyncio
+import contextlib
 import shutil
 import ssl
 import subprocess
+from dataclasses import replace
+from itertools import islice
 
 import pytest
-from raw_http import RawClient, get, post
+from raw_http import DEADLINE_S, RawClient, get, post
 from running_proxy import AT_ONCE, RunningProxy
 
 from neuron_di.config import FrontOptions, ProxyOptions
@@ -123,3 +126,35 @@ async def test_a_client_that_leaves_is_nothing_to_warn_of(secure, pem, caplog):
             reply.write(b"data: x\n\n")
         reply.end()
     assert caplog.messages == []
+
+
+async def test_who_does_not_speak_tls_yet_is_a_connection(stack, pem):
+    """Or who opens some and says nothing would have all descriptors, those for workers too."""
+    front = replace(config_with(pem).front, connections_max=2, header_timeout_s=1000)
+    proxy = await stack.enter_async_context(RunningProxy(ProxyOptions(front=front), []))
+    silent = [await stack.enter_async_context(RawClient(proxy.address)) for _ in range(5)]
+    ends = asyncio.as_completed([each.end() for each in silent])
+    for end in islice(ends, 3):
+        assert await end == b""
+
+
+async def test_bytes_of_a_handshake_come_one_by_one(secure, pem):
+    """And a first request right behind its last word."""
+    ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = client_tls(pem).wrap_bio(theirs, ours, server_hostname="localhost")
+    answer = b""
+    async with RawClient(secure.address) as raw, asyncio.timeout(DEADLINE_S):
+        with pytest.raises(ssl.SSLWantReadError):
+            tls.do_handshake()
+        for byte in ours.read():
+            raw.send(bytes([byte]))
+            await asyncio.sleep(0)
+        while not answer:
+            theirs.write(await raw.reader.read(65536))
+            with contextlib.suppress(ssl.SSLWantReadError):
+                if tls.version() is None:
+                    tls.do_handshake()
+                    tls.write(get("/live"))
+                answer += tls.read(65536)
+            raw.send(ours.read())
+    assert answer.startswith(b"HTTP/1.1 200")
