@@ -294,6 +294,7 @@ typedef struct {
     bool is_open; /* all the pointers are there while it is; afterwards none is */
     bool is_first; /* takes an answer's first token only */
     long long due;
+    long long end; /* no token has this index or a later one */
     long long num_taken;
     double last_s;
     Outlet *outlet;
@@ -610,6 +611,7 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL)
         return NULL;
     self->due = due;
+    self->end = INT64_MAX;
     self->last_s = last_s;
     self->is_first = begun != Py_None;
     self->begun = Py_NewRef(begun);
@@ -662,6 +664,7 @@ static PyMethodDef lane_methods[] = {
 
 static PyMemberDef lane_members[] = {
     {"due", T_LONGLONG, offsetof(Lane, due), 0, "index of the next token it takes"},
+    {"end", T_LONGLONG, offsetof(Lane, end), 0, "it takes no token of this index or a later one"},
     {"last_s", T_DOUBLE, offsetof(Lane, last_s), READONLY, "when the last token came through"},
     {NULL, 0, 0, 0, NULL},
 };
@@ -835,8 +838,8 @@ static PyObject *read_rest(const Reader *reader, unsigned char head)
  * none: an answer begins with it all the same. After it, such a lane waits for nothing. */
 static bool lane_awaits(const Lane *lane, const Token *token)
 {
-    return token->index < INT64_MAX && (long long)token->index == lane->due &&
-           (!lane->is_first || token->text_size > 0);
+    return token->index < (unsigned long long)lane->end &&
+           (long long)token->index == lane->due && (!lane->is_first || token->text_size > 0);
 }
 
 /* The open lane that waits for a token, a new reference. NULL without an exception: none; a lane

@@ -15,6 +15,7 @@ class Outlet:
 
 class Lane:
     due: int
+    end: int
     @property
     def last_s(self) -> float: ...
     def __init__(

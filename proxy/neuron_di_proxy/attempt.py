@@ -54,3 +54,8 @@ class Attempt(msgspec.Struct, kw_only=True):
         """What prompt and answer may have: as much as the smallest worker, from the first on."""
         route = self.route
         return self.begun_with or min(route.prefill.context_tokens, route.decode.context_tokens)
+
+    def tokens_max(self) -> int:
+        """What an answer has at most, by what was asked for and by what a context holds."""
+        asked = self.request.sampling.max_tokens
+        return self.context_tokens() if asked is None else min(asked, self.context_tokens())

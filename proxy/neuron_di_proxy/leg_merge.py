@@ -56,6 +56,7 @@ class Running(ABC):
         self._lane_side: Side | None = None  # whose tokens are to take one
         self._is_first_lane = False  # it is for the first token only
         self._due = len(attempt.emitted)  # the next token's index
+        self._tokens_max = attempt.tokens_max()
         self.is_over = False
         self._outcome: Finished | Exception | None = None  # until it is told
         self._waiter: asyncio.Future[None] | None = None
@@ -112,13 +113,15 @@ class Running(ABC):
                 self._waiter.set_result(None)
 
     def give(self, token: Token) -> None:
-        """Count a token and emit it. RemoteProtocolError unless it is the next one."""
+        """Count a token and emit it. RemoteProtocolError unless it is the next of those wanted."""
         if self._lane is not None:
             self.catch_up(self._lane)
         if token.index != self._due:
             raise RemoteProtocolError(
                 f"a worker sent token {token.index} where {self._due} was due"
             )
+        if self._due >= self._tokens_max:
+            raise RemoteProtocolError(f"a worker sent more than {self._tokens_max} tokens")
         self._due += 1
         self._attempt.num_tokens += 1
         self._emit(token)
@@ -133,6 +136,7 @@ class Running(ABC):
             self._lane_side = side
             self._lane = self._make_lane(is_first=False)
             if self._lane is not None:
+                self._lane.end = self._tokens_max
                 self.legs[side].relay(self._lane)
 
     def _take_first_lane(self) -> None:

@@ -18,7 +18,7 @@ REQUEST = ChoiceRequest(
     endpoint="completions",
     model="tiny",
     prompt=msgspec.Raw(b'"hi"'),
-    sampling=SamplingParams(max_tokens=5),
+    sampling=SamplingParams(max_tokens=2000),
 )
 
 

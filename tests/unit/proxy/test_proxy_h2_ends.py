@@ -13,8 +13,9 @@ from scripted_worker import finished, token
 
 from neuron_di.config import FrontOptions, ProxyOptions
 
-WHOLE = json.dumps({"model": "tiny", "prompt": "hi"}).encode()
-STREAM = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
+ASKED = {"model": "tiny", "prompt": "hi", "max_tokens": 2000}
+WHOLE = json.dumps(ASKED).encode()
+STREAM = json.dumps(ASKED | {"stream": True}).encode()
 PATH = "/v1/completions"
 PATIENCE_S = 30
 

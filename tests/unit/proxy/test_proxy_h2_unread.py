@@ -16,7 +16,8 @@ from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import socket_rest
 from neuron_di_proxy.hypercorn_side import _Buffer
 
-BODY = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
+ASKED = {"model": "tiny", "prompt": "hi", "max_tokens": 2000}
+BODY = json.dumps(ASKED | {"stream": True}).encode()
 PATIENCE_S = 30
 
 

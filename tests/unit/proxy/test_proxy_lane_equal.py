@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension for token
 TEXTS = ["a", "", ' "q" \\ /', "\n\t\x00\x7f", "naïve ☃ 𝄞", "", "x" * 5000, "</script>", "end"]
 NUM_TOKENS = 40
 COUNTS = ("vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count")
-STREAM = {"model": "tiny", "stream": True}
+STREAM = {"model": "tiny", "stream": True, "max_tokens": NUM_TOKENS}
 CASES = {
     "completion": post("/v1/completions", STREAM | {"prompt": "hi"}),
     "chat": post("/v1/chat/completions", STREAM | {"messages": [{"role": "user", "content": "x"}]}),

@@ -136,8 +136,9 @@ async def test_no_token_overtakes_those_that_wait_for_a_report(cluster):
 
     cluster.prefill.script, cluster.decode.script = prefill, decode
     body = {"model": "tiny", "prompt": ["ab", "ab"], "n": 2, "echo": True, "stream": True}
+    body |= {"seed": 1, "max_tokens": 40}
     async with RawClient(cluster.proxy.address) as raw:
-        raw.send(post("/v1/completions", body | {"seed": 1}))
+        raw.send(post("/v1/completions", body))
         response = await raw.response()
     assert response.status == 200
     texts = ["", "", "", ""]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="the extension for token
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000 04 00 00000000")
 PING, PONG = (bytes.fromhex(f"000008 06 {flags} 00000000") + b"are here" for flags in ("00", "01"))
-STREAM = {"model": "tiny", "stream": True, "prompt": "hi"}
+STREAM = {"model": "tiny", "stream": True, "prompt": "hi", "max_tokens": 2000}
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

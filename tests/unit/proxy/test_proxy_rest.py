@@ -18,7 +18,7 @@ from neuron_di.config import FrontOptions, ProxyOptions
 from neuron_di_proxy import socket_rest
 
 PATH = "/v1/completions"
-WHOLE = {"model": "tiny", "prompt": "hi"}
+WHOLE = {"model": "tiny", "prompt": "hi", "max_tokens": 2000}
 PATIENCE_S = 30
 NUM_TOKENS, SIZE = 150, 60_000  # more than sockets hold
 
