@@ -6,6 +6,7 @@ from typing import Self
 
 import aiohttp
 import msgspec
+from aiohttp.http import HttpProcessingError
 
 from neuron_di.errors import PeerError, PeerGone, PeerTimeout, RemoteProtocolError
 from neuron_di.wire import Failed, WorkerRecord, encode_json, leg_event_decoder
@@ -108,6 +109,8 @@ class AdminLink:
             raise PeerTimeout(f"worker {worker_id} did not answer in time") from None
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             raise gone(worker_id, error) from None
+        except HttpProcessingError:
+            raise RemoteProtocolError(f"worker {worker_id} sends a line without an end") from None
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
