@@ -77,6 +77,8 @@ def part_of(
     offsets: NDArray[np.int64], lengths: NDArray[np.int64], start: int, num_bytes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The runs that are bytes [start, start + num_bytes) of these runs, in order. A copy."""
+    if not num_bytes:  # at the end of a run it would be of none
+        return offsets[:0], lengths[:0]
     ends = np.cumsum(lengths)
     first = int(np.searchsorted(ends, start, side="right"))
     last = int(np.searchsorted(ends, start + num_bytes, side="left"))

@@ -238,10 +238,10 @@ def test_the_same_bytes_are_sent_once(pair):
 def test_a_wish_for_nothing_takes_nothing_from_the_send(pair):
     with hostile_decode(pair) as sock:
         sending = pair.prefill.post_send(DECODE, send_of(tag=7))
-        for length in (0, 0, 4096):
-            sock.sendall(raw(WANT, 7, 4096, 0, length))
+        for offset, length in ((0, 0), (7, 0), (4096, 0), (0, 4096)):
+            sock.sendall(raw(WANT, 7, 4096, offset, length))
             answer = sock.recv(_FRAME.size + length, socket.MSG_WAITALL)
-            assert answer == raw(DATA, 7, 4096, 0, length) + pair.sent[:length].tobytes()
+            assert answer == raw(DATA, 7, 4096, offset, length) + pair.sent[:length].tobytes()
         assert wait(sending) is None
         assert sending.kv_bytes == 4096
 
