@@ -22,6 +22,9 @@ BoundedRequestId = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=12
 # Attempts are few; the bound keeps loops over the earlier ones short whatever a peer says.
 BoundedAttempt = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 
+# What the proxy adds up, of all answers: no counter may fall, or be no number from then on.
+BoundedCount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
 
 class Decoder(Generic[T]):
     """Decodes one declared type from a peer's bytes, or raises RemoteProtocolError."""

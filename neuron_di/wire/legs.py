@@ -24,6 +24,7 @@ from neuron_di.wire.codec import (
     EVENT_BYTES_MAX,
     LEG_BYTES_MAX,
     BoundedAttempt,
+    BoundedCount,
     BoundedRequestId,
     Decoder,
 )
@@ -31,8 +32,6 @@ from neuron_di.wire.regions import KvForm
 
 LegSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 WaitedSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
-# What the proxy adds up, of all answers: no counter may fall, or be no number from then on.
-_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _TookSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
@@ -215,7 +214,7 @@ class LegReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     link_reason: str = ""  # decode: a word on each engine that was considered for it
     form: KvForm | None = None  # how it came; None likewise
     kv_blocks: int = 0
-    kv_bytes: _Count = 0  # that were moved: none where blocks changed their owner
+    kv_bytes: BoundedCount = 0  # that were moved: none where blocks changed their owner
     transfer_s: _TookSeconds = 0.0
 
 
@@ -258,8 +257,8 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 class Parked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="parked"):
     """The prompt's KV is complete and waits for the decode worker."""
 
-    num_prompt: _Count
-    num_cached: _Count = 0  # tokens of the prompt whose KV this worker found and did not compute
+    num_prompt: BoundedCount
+    num_cached: BoundedCount = 0  # of these: whose KV this worker found and did not compute
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
@@ -272,10 +271,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """The request is complete. `text` is what was held back until now. Terminal."""
 
     reason: FinishReason
-    num_prompt: _Count
-    num_generated: _Count
+    num_prompt: BoundedCount
+    num_generated: BoundedCount
     receipt: LegReceipt
-    num_cached: _Count = 0  # as in Parked; a decode worker says 0
+    num_cached: BoundedCount = 0  # as in Parked; a decode worker says 0
     text: str = ""
     stop: str | int | None = None  # the stop string or stop token id that ended it
 

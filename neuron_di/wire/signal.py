@@ -28,7 +28,13 @@ from typing import Annotated
 import msgspec
 
 from neuron_di.types import Incarnation, WorkerId
-from neuron_di.wire.codec import SIGNAL_BYTES_MAX, BoundedAttempt, BoundedRequestId, Decoder
+from neuron_di.wire.codec import (
+    SIGNAL_BYTES_MAX,
+    BoundedAttempt,
+    BoundedCount,
+    BoundedRequestId,
+    Decoder,
+)
 from neuron_di.wire.regions import EngineName, KvForm, LayoutFields, Offers
 
 SIGNAL_VERSION = 4
@@ -169,7 +175,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     attempt: BoundedAttempt
     engine: EngineName
     form: KvForm
-    kv_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    # Both go to the proxy in a receipt: beyond its bounds that would end a link with all its legs.
+    kv_bytes: BoundedCount
     transfer_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]  # no NaN: it is passed on as JSON
 
 
