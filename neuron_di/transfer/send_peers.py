@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 from neuron_di.clock import now_s, unix_s
 from neuron_di.kv import KvLayout
-from neuron_di.obs import LimitedLogger, get_logger
+from neuron_di.obs import LimitedLogger
 from neuron_di.transfer.admission import Admission
 from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.signal_keys import KEY_CHARS
 from neuron_di.types import Incarnation, WorkerId
 from neuron_di.wire import SIGNAL_VERSION, Handshake, Refused, Welcome
 
-_log = get_logger(__name__)
-_refusals = LimitedLogger(__name__)
+_log = LimitedLogger(__name__)  # who may connect may do so as often as it likes
 
 # A decode worker has one or two, and for a while those whose requests are ending. Nobody says
 # goodbye on one that broke: it would keep its place until it counts as silent, and a worker that
@@ -79,20 +78,20 @@ class SendPeers:
         local = self._local
         reason = self._why_refused(identity, message)
         if reason is not None:
-            _refusals.warning("handshake_refused", peer=message.worker_id, reason=reason)
+            _log.warning("handshake_refused", peer=message.worker_id, reason=reason)
             return Refused(reason=reason, is_stale=message.expects != local.incarnation)
         is_new = identity not in self._peers
         if is_new:
             self._make_room(message.incarnation)
         if is_new and len(self._peers) >= self._peers_max:
             reason = f"{local.worker_id} talks to {self._peers_max} workers already"
-            _refusals.warning("handshake_refused", peer=message.worker_id, reason=reason)
+            _log.warning("handshake_refused", peer=message.worker_id, reason=reason)
             return Refused(reason=reason, is_busy=True)
         if (peer := self.heard(identity)) is None:  # who shakes hands twice stays who it is
             peer = Peer(message.worker_id, message.incarnation, self._name_of(identity), now_s())
             self._peers[identity] = peer
         peer.worker_id = message.worker_id
-        if is_new:  # the others may come as often as it likes
+        if is_new:
             _log.info("handshake", peer=message.worker_id)
         return Welcome(
             status="ok",

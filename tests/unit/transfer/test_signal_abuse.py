@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lane_kit import FAST
 from signal_words import DONE, PULL, WORDS
-from transfer_kit import BareDecode, Prefill, R, until
+from transfer_kit import BareDecode, Prefill, R, new_incarnation, until
 
 from neuron_di.errors import PeerRefused
 from neuron_di.transfer.send_peers import CONNECTIONS_MAX
@@ -345,3 +345,15 @@ async def test_who_shakes_hands_again_and_again_or_reads_nothing_does_not_fill_t
     written = [record.event_fields["event"] for record in caplog.records]
     assert written.count("handshake") <= 1
     assert 1 <= written.count("signal_unsent") < 10
+
+
+async def test_who_connects_anew_again_and_again_does_not_fill_the_log(prefill, caplog):
+    caplog.set_level(logging.INFO)
+    incarnation = new_incarnation()
+    for number in range(CONNECTIONS_MAX + 30):
+        name = f"{incarnation}.{number}".encode()
+        with BareDecode(prefill, name, incarnation=incarnation) as peer:
+            assert isinstance(await peer.shake_hands(), Welcome)
+    written = [record.event_fields["event"] for record in caplog.records]
+    assert written.count("handshake") < 10
+    assert written.count("connection_forgotten") < 10
