@@ -16,6 +16,8 @@ SIGNAL_BYTES_MAX = 8 << 20  # one message on the signal link, see ready_bytes_ma
 LEG_BYTES_MAX = (16 << 20) + (4 << 20)
 EVENT_BYTES_MAX = 16 << 20  # one event of a leg: a long prompt's report included
 
+WORDS_CHARS_MAX = 200  # of why something could not be decoded: it may repeat all that was said
+
 # A request's id as it arrives. Workers remember many, so that none may be large.
 BoundedRequestId = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=128)]
 
@@ -43,7 +45,8 @@ class Decoder(Generic[T]):
         try:
             message: T = self._decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RemoteProtocolError(f"undecodable message: {error}") from None
+            words = str(error)[:WORDS_CHARS_MAX]
+            raise RemoteProtocolError(f"undecodable message: {words}") from None
         return message
 
 

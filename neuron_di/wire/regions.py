@@ -11,12 +11,11 @@ import msgspec
 
 from neuron_di.errors import RemoteProtocolError
 from neuron_di.types import Incarnation
-from neuron_di.wire.codec import encode_msgpack
+from neuron_di.wire.codec import WORDS_CHARS_MAX, encode_msgpack
 
 OFFERS_MAX = 16
 _COUNT_MAX = 1 << 40
 ENGINE_NAME_CHARS_MAX = 32
-_WORDS_CHARS_MAX = 200  # of what was wrong with a region
 _RANKS_MAX = 256
 _RANK_HEADS_MAX = 256
 _TENSORS_MAX = 1 << 17  # of a device's KV: 64 ranks of 80 layers have 10,240
@@ -197,7 +196,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return _region_decoder.decode(self.region)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            words = str(error)[:_WORDS_CHARS_MAX]  # they may repeat all that was said
+            words = str(error)[:WORDS_CHARS_MAX]
             raise RemoteProtocolError(f"its region cannot be understood: {words}") from None
 
     def __repr__(self) -> str:

@@ -116,6 +116,13 @@ def test_every_kind_of_message_is_in_these_tests():
     assert {type(message) for message in FROM_PREFILL} == set(FromPrefill.__args__)
 
 
+@pytest.mark.parametrize("decoder", [from_decode_decoder, from_prefill_decoder])
+def test_what_is_said_of_a_bad_message_does_not_repeat_it(decoder):
+    with pytest.raises(RemoteProtocolError) as refused:
+        decoder.decode(msgspec.msgpack.encode({"type": "x" * 1_000_000}))
+    assert len(refused.value.message) < 300
+
+
 def test_a_message_of_the_other_direction_is_refused():
     with pytest.raises(RemoteProtocolError):
         from_decode_decoder.decode(encode_msgpack(READY))
