@@ -29,7 +29,7 @@ from neuron_di.transfer.identity import LocalWorker
 from neuron_di.transfer.kv_sender import KvSender
 from neuron_di.transfer.lanes import LaneSet
 from neuron_di.transfer.layer_sender import LayerSender
-from neuron_di.transfer.send_entry import Cause, Entry, Key, never, unless_done
+from neuron_di.transfer.send_entry import Cause, Entry, Key, gives_way, never, unless_done
 from neuron_di.transfer.send_peers import Identity, Peer, SendPeers
 from neuron_di.transfer.signal_link import SignalTransport
 from neuron_di.transfer.transfer_engine import TransferToken
@@ -200,9 +200,13 @@ class SendBuffer:
         if entry is not None and entry.reader not in (None, identity):
             raise RemoteProtocolError("this request belongs to another worker")
         if isinstance(message, LookupAll):
-            if entry is None and self._num_early() >= self._limits.remembered_max:
+            early_max = self._limits.remembered_max
+            gone = () if entry is not None else gives_way(self.lookup_dict, identity, early_max)
+            if gone is None:
                 self._send(identity, never(key, "this prefill worker has too many open requests"))
                 return
+            for each in gone:
+                self.drop(*each, reason="its worker has too many open requests")
         elif entry is not None and entry.reader is None:
             self._counters.num_stale += 1  # it gave this request up, or never asked for it
             return
@@ -221,12 +225,6 @@ class SendBuffer:
             entry = self.lookup_dict.get(key)
             if entry is not None and entry.state in (_STATE.ASKED, _STATE.PREFILLING):
                 self.layers.ask(key, identity)
-
-    def _num_early(self) -> int:
-        """Look-ups whose prefill leg has not come."""
-        if len(self.lookup_dict) < self._limits.remembered_max:
-            return 0  # few of any kind: no need to count
-        return sum(entry.state is _STATE.ASKED for entry in self.lookup_dict.values())
 
     def _start_accepting(self, identity: Identity, peer: Peer, message: KvMapInit) -> None:
         if peer.is_connecting:

@@ -1,5 +1,7 @@
 """What a SendBuffer keeps of one hand-over, and what an event brings along for it."""
 
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from neuron_di.clock import Deadline
@@ -45,3 +47,20 @@ def never(key: Key, reason: str) -> Never:
 
 def unless_done(token: TransferToken | None) -> TransferToken | None:
     return None if token is None or token.is_done() else token
+
+
+def gives_way(
+    entries: Mapping[Key, Entry], asker: Identity, early_max: int
+) -> Collection[Key] | None:
+    """What makes room for one more look-up whose prefill leg has not come: nothing, or the first of
+    the worker that has most of them. None: there is no room, for that is the asker."""
+    if len(entries) < early_max:
+        return ()  # few of any kind: no need to count
+    early = {key: e.reader for key, e in entries.items() if e.state is SenderState.ASKED}
+    if len(early) < early_max:
+        return ()
+    counts = Counter(early.values())
+    most = max(counts.values())
+    if counts[asker] == most:
+        return None
+    return (next(key for key, reader in early.items() if counts[reader] == most),)

@@ -29,6 +29,8 @@ from neuron_di.wire import (
     Handshake,
     LookupAll,
     Malformed,
+    Never,
+    NotYet,
     Ping,
     Pong,
     Refused,
@@ -330,6 +332,21 @@ async def test_b34_open_requests_are_capped(cluster):
         assert len(prefill.buffer.lookup_dict) == 64
         prefill.park()  # the proxy's legs are not refused for it
         assert len(prefill.buffer.lookup_dict) == 65
+
+
+async def test_b34_who_asks_for_all_requests_takes_no_place_of_others(cluster):
+    prefill = cluster.prefill(remembered_max=64)
+    with BareDecode(prefill) as peer, BareDecode(prefill) as other:
+        await peer.shake_hands()
+        await other.shake_hands()
+        ids = [RequestId(str(n)) for n in range(64)]
+        await peer.answers(*(LookupAll(request_id=name, attempt=0) for name in ids))
+        for name in map(RequestId, "ab"):
+            assert isinstance(await other.ask(LookupAll(request_id=name, attempt=0)), NotYet)
+        assert set(prefill.buffer.lookup_dict) == {(name, 0) for name in [*ids[2:], "a", "b"]}
+        assert [answer.request_id for answer in await peer.answers()] == ids[:2]  # it is told
+        more = LookupAll(request_id=RequestId("more"), attempt=0)
+        assert isinstance(await peer.ask(more), Never)
 
 
 async def test_who_shakes_hands_again_and_again_or_reads_nothing_does_not_fill_the_log(
