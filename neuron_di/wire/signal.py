@@ -27,7 +27,7 @@ from typing import Annotated
 
 import msgspec
 
-from neuron_di.types import Incarnation, WorkerId
+from neuron_di.types import WORKER_ID_PATTERN, Incarnation, WorkerId
 from neuron_di.wire.codec import (
     SIGNAL_BYTES_MAX,
     BoundedAttempt,
@@ -44,7 +44,8 @@ PIECES_MAX = 4096  # of one request's KV that is streamed
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="handshake"):
     version: int
-    worker_id: Annotated[WorkerId, msgspec.Meta(min_length=1, max_length=128)]
+    # It stands in this worker's record, whose size is bounded.
+    worker_id: Annotated[WorkerId, msgspec.Meta(pattern=rf"\A{WORKER_ID_PATTERN}\Z")]
     incarnation: Incarnation
     expects: Incarnation  # the incarnation the sender was told to talk to
     model_digest: str

@@ -161,6 +161,14 @@ def test_a_wrong_type_is_refused(fields):
         from_decode_decoder.decode(msgspec.msgpack.encode(fields))
 
 
+@pytest.mark.parametrize("name", ["", "a b", "\x1b" * 64, "\u00fc", "a" * 65, "a\n"])
+def test_a_name_that_no_worker_can_have_is_refused(name):
+    """256 of 128 characters would be too many for the record of who hears them."""
+    handshake = msgspec.structs.replace(FROM_DECODE[0], worker_id=WorkerId(name))
+    with pytest.raises(RemoteProtocolError):
+        from_decode_decoder.decode(encode_msgpack(handshake))
+
+
 def test_an_unknown_field_is_ignored_so_that_a_message_may_grow():
     fields = {"type": "ping", "sequence": 4, "colour": "blue"}
     assert from_decode_decoder.decode(msgspec.msgpack.encode(fields)) == Ping(sequence=4)
