@@ -105,8 +105,8 @@ def test_a_peer_process_sees_blocks_and_generations():
 
 
 def shared_files():
-    """Of this machine; UCX's are those of NIXL's tests, which may run beside."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("ucx_")}
+    """Of this machine, but for what other tests may have beside: UCX's, and semaphores."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("ucx_", "sem."))}
 
 
 def test_a_killed_owner_leaves_nothing_and_the_reader_can_read_on():
