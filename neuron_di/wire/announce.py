@@ -21,7 +21,7 @@ LANES_MAX = 256  # in a status
 
 Transfer = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 # Of more no load and no metric can be computed.
-_Count = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Tag = Annotated[str, msgspec.Meta(min_length=1)]  # an empty one divides no text
 
 
@@ -33,15 +33,15 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     role: Role
     state: WorkerState
-    pid: _Count
+    pid: _Int64
     model: str  # the name clients use
     model_digest: str
     layout_digest: str  # of what two KV layouts must agree in, so that one can take the other's
-    context_tokens: _Count
+    context_tokens: _Int64
     host: str
-    api_port: _Count
+    api_port: _Int64
     signal_host: str
-    signal_port: _Count  # 0 where the role has no SendBuffer (decode)
+    signal_port: _Int64  # 0 where the role has no SendBuffer (decode)
     # Public CURVE key of its signal link, in Z85; None: what is said there is not encrypted.
     signal_key: str | None = None
     # What can move its KV, and whom that reaches, the preferred first: two workers need one in
@@ -52,9 +52,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     # bit; None: no two runs need be equal.
     numerics: str | None = None
     connections: list[str] = []  # worker ids of the peers it has a buffer for
-    num_legs: _Count = 0  # requests it had when it announced this
-    slots: _Count = 0  # requests it computes together
-    num_vocab: _Count = 0
+    num_legs: _Int64 = 0  # requests it had when it announced this
+    slots: _Int64 = 0  # requests it computes together
+    num_vocab: _Int64 = 0
     # Tensor-parallel ranks: processes that each have a part of the model.
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # How the model's chat template writes tool calls; None: it does not.
@@ -112,29 +112,29 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to GET /status on a worker: its record and its load at this moment."""
 
     record: WorkerRecord
-    num_blocks: _Count  # the sum of all the kinds below
-    num_blocks_free: _Count
-    num_blocks_running: _Count = 0
-    num_blocks_parked: _Count = 0  # prefill: under a KvLease
-    num_blocks_receiving: _Count = 0  # decode
-    num_blocks_cached: _Count = 0
-    num_blocks_quarantined: _Count = 0  # given up while a transfer may still touch them
-    num_legs: _Count = 0
-    num_waiting: _Count
-    num_running: _Count
-    num_transferring: _Count  # prefill: parked; decode: being received
-    num_steps: _Count
-    kv_bytes_received: _Count = 0
-    landing_bytes: _Count = 0  # decode: memory for KV of another layout; 0: no peer needed it yet
-    landing_bytes_asked: _Count = 0  # of it: taken now, or waited for
+    num_blocks: _Int64  # the sum of all the kinds below
+    num_blocks_free: _Int64
+    num_blocks_running: _Int64 = 0
+    num_blocks_parked: _Int64 = 0  # prefill: under a KvLease
+    num_blocks_receiving: _Int64 = 0  # decode
+    num_blocks_cached: _Int64 = 0
+    num_blocks_quarantined: _Int64 = 0  # given up while a transfer may still touch them
+    num_legs: _Int64 = 0
+    num_waiting: _Int64
+    num_running: _Int64
+    num_transferring: _Int64  # prefill: parked; decode: being received
+    num_steps: _Int64
+    kv_bytes_received: _Int64 = 0
+    landing_bytes: _Int64 = 0  # decode: memory for KV of another layout; 0: no peer needed it yet
+    landing_bytes_asked: _Int64 = 0  # of it: taken now, or waited for
     # What went wrong since this process started, and was dealt with.
-    num_kv_mismatched: _Count = 0  # received KV that was not what was promised; never used
-    num_leases_ended: _Count = 0  # KV that nobody pulled in time
-    num_signals_refused: _Count = 0  # messages of peers that could not be understood or allowed
-    num_stale: _Count = 0  # messages that came too late or twice
-    num_lanes_failed: _Count = 0  # connections to a peer's KV that broke while they were used
-    num_fallbacks: _Count = 0  # connections that are not the preferred ones, because these failed
-    num_streams_refused: _Count = 0  # layers that came while the prefill ran, and were not right
+    num_kv_mismatched: _Int64 = 0  # received KV that was not what was promised; never used
+    num_leases_ended: _Int64 = 0  # KV that nobody pulled in time
+    num_signals_refused: _Int64 = 0  # messages of peers that could not be understood or allowed
+    num_stale: _Int64 = 0  # messages that came too late or twice
+    num_lanes_failed: _Int64 = 0  # connections to a peer's KV that broke while they were used
+    num_fallbacks: _Int64 = 0  # connections that are not the preferred ones, because these failed
+    num_streams_refused: _Int64 = 0  # layers that came while the prefill ran, and were not right
     lanes: list[LaneStatus] = []  # decode: of the peers that it is connected to
     is_leaving: bool = False  # an order to drain or to change its role is prepared
     is_stuck: bool = False  # what the engine does now has taken so long that it may never end
