@@ -75,6 +75,11 @@ class EtcdOptions:
             raise ConfigError(
                 "--etcd-cert needs --etcd-ca: without it nothing is encrypted", param="etcd_ca"
             )
+        if not self.etcd and (self.etcd_ca or self.etcd_user):
+            raise ConfigError(
+                "--etcd-ca and --etcd-user are for etcd: give its addresses (--etcd), or neither",
+                param="etcd",
+            )
         if self.is_auto and (self.etcd_ca or self.etcd_user):
             raise ConfigError(
                 "--etcd auto listens on loopback only, without TLS and users: give addresses, or "

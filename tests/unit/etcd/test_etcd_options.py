@@ -20,6 +20,7 @@ from neuron_di.etcd import open_registry
 from neuron_di.etcd.security import Security, security_of
 
 PASSWORD = "correct-horse-7"
+ETCD = ("etcd-1:2379",)
 
 
 def load(options_class, *flags, environ=None):
@@ -53,7 +54,7 @@ def test_every_command_has_them_and_hands_them_on(options_class, password_file, 
     assert options.etcd.etcd == ("10.0.0.1:2379", "[::1]:2379", "etcd-3:2379")
     assert load(options_class, *flags_of(options)) == options
     shown = repr(options) + " ".join(flags_of(options)) + repr(security_of(
-        EtcdOptions(etcd_user="worker", etcd_password_file=str(password_file))
+        EtcdOptions(etcd=ETCD, etcd_user="worker", etcd_password_file=str(password_file))
     ))  # fmt: skip
     assert PASSWORD not in shown
 
@@ -80,6 +81,8 @@ def test_the_defaults_name_no_etcd():
         (["--etcd-cert=c", "--etcd-key=k"], "needs --etcd-ca"),
         (["--etcd-user=u"], "go together"),
         (["--etcd=auto", "--etcd-ca=a"], "loopback only"),
+        (["--etcd-ca=a"], "are for etcd"),
+        (["--etcd=", "--etcd-user=u", "--etcd-password-file=f"], "are for etcd"),
         (["--etcd-ttl-s=1"], "from 2"),
         (["--etcd-password=x"], "--etcd-password-file"),
     ],
@@ -103,18 +106,18 @@ def test_a_file_that_holds_no_password(tmp_path, text):
     path = tmp_path / "password"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=str(path)):
-        security_of(EtcdOptions(etcd_user="u", etcd_password_file=str(path)))
+        security_of(EtcdOptions(etcd=ETCD, etcd_user="u", etcd_password_file=str(path)))
 
 
 def test_files_that_cannot_be_read(tmp_path):
     gone = str(tmp_path / "gone")
     with pytest.raises(ConfigError, match="gone"):
-        security_of(EtcdOptions(etcd_user="u", etcd_password_file=gone))
+        security_of(EtcdOptions(etcd=ETCD, etcd_user="u", etcd_password_file=gone))
     with pytest.raises(ConfigError, match="gone"):
-        security_of(EtcdOptions(etcd_ca=gone))
+        security_of(EtcdOptions(etcd=ETCD, etcd_ca=gone))
     (tmp_path / "ca.der").write_bytes(b"\x30\x82")
     with pytest.raises(ConfigError, match="PEM"):
-        security_of(EtcdOptions(etcd_ca=str(tmp_path / "ca.der")))
+        security_of(EtcdOptions(etcd=ETCD, etcd_ca=str(tmp_path / "ca.der")))
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
@@ -128,12 +131,12 @@ def test_certificates_that_cannot_serve_are_told_before_any_connection(tmp_path)
         f"req -x509 -key {key} -subj /CN=etcd -out {ca}",
     ):
         subprocess.run(["openssl", *command.split()], check=True, capture_output=True)
-    assert security_of(EtcdOptions(etcd_ca=ca, etcd_cert=ca, etcd_key=key)).key
+    assert security_of(EtcdOptions(etcd=ETCD, etcd_ca=ca, etcd_cert=ca, etcd_key=key)).key
     with pytest.raises(ConfigError, match=f"cannot use the certificate {key} for etcd"):
-        security_of(EtcdOptions(etcd_ca=key))
+        security_of(EtcdOptions(etcd=ETCD, etcd_ca=key))
     for wrong in (other, locked, ca):
         with pytest.raises(ConfigError, match=f"certificate {ca} with the key {wrong} for etcd"):
-            security_of(EtcdOptions(etcd_ca=ca, etcd_cert=ca, etcd_key=wrong))
+            security_of(EtcdOptions(etcd=ETCD, etcd_ca=ca, etcd_cert=ca, etcd_key=wrong))
 
 
 def test_a_password_is_read_anew_and_its_file_should_be_ours(password_file, caplog):
