@@ -1,6 +1,7 @@
 """Gives a worker an operator's orders, over HTTP on connections of their own."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from typing import Self
 
@@ -28,7 +29,7 @@ from neuron_di.wire.admin import (
 )
 from neuron_di_proxy.failure import LegFailed, gone
 
-ANSWER_TIMEOUT_S = 10.0  # between two lines, of which there is one each second
+ANSWER_TIMEOUT_S = 10.0  # for an answer, and for each of its lines: there is one each second
 
 
 class AdminLink:
@@ -83,7 +84,7 @@ class AdminLink:
     async def _lines(self, path: str, order: msgspec.Struct) -> AsyncGenerator[DrainProgress, None]:
         progress: DrainProgress | None = None
         async with self._asked("POST", path, order) as response:
-            async for line in response.content:
+            while line := await _in_time(response.content.readline()):
                 progress = drain_progress_decoder.decode(line)
                 yield progress
         if progress is None or progress.state == "draining":
@@ -113,7 +114,17 @@ class AdminLink:
             raise RemoteProtocolError(f"worker {worker_id} sends a line without an end") from None
 
 
+async def _in_time(reading: Awaitable[bytes]) -> bytes:
+    """As a whole: a worker may send a byte now and then for ever."""
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        return await reading
+
+
 async def _body(response: aiohttp.ClientResponse) -> bytes:
+    return await _in_time(_read(response))
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
     body = await response.content.read(ORDER_BYTES_MAX + 1)
     while len(body) <= ORDER_BYTES_MAX and (more := await response.content.read(ORDER_BYTES_MAX)):
         body += more
