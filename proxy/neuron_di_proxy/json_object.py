@@ -205,6 +205,6 @@ def explain(text: str) -> BadRequest:
         return BadRequest(f"`{param}` is unknown", param=param)
     if text.startswith("Expected `null`, got"):
         return BadRequest(f"`{param}` is not supported", param=param)
-    if text.startswith("Invalid "):
+    if text.startswith(("Invalid ", "Expected `str` matching regex")):
         return BadRequest(f"this value of `{param}` is not supported", param=param)
     return BadRequest(text.replace("$.", ""), param=param)

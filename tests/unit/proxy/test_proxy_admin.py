@@ -59,6 +59,12 @@ async def test_what_is_refused(
     assert (answered, error["code"]) == (status, code)
 
 
+async def test_a_name_that_no_worker_can_have_is_refused_in_words(proxy: RunningProxy) -> None:
+    _, error = await post(proxy, "/admin/drain", b'{"worker": ""}')
+    assert error["message"] == "this value of `worker` is not supported"
+    assert error["param"] == "worker"
+
+
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded"])
 async def test_a_foreign_web_page_cannot_order(proxy: RunningProxy, media_type: str) -> None:
     """A browser sends these without asking us, and nothing else."""
