@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.device_check.budget import Budget
@@ -33,7 +34,7 @@ from benchmarks.device_check.surroundings import (
     CannotRun,
     environment,
     rehearsal_environment,
-    unpack_wheels,
+    unpacked_wheels,
 )
 
 LOG_NAME = "log.txt"
@@ -49,19 +50,20 @@ def main(arguments: list[str] | None = None) -> int:
             report = merge(options.merge, options.out)
             print(f"written: {MARKDOWN_NAME}, {JSON_NAME} in {options.out}")
             return 0 if report.is_good() else 1
-        return run(options, command_words(options, parser.parse_args([])))
+        with ExitStack() as stack:
+            return run(options, command_words(options, parser.parse_args([])), stack)
     except (CannotRun, ReportError) as error:
         print(f"device-check: {error}", file=sys.stderr)
         return 2
 
 
-def run(options: argparse.Namespace, command: str) -> int:
+def run(options: argparse.Namespace, command: str, stack: ExitStack) -> int:
     is_rehearsal = options.rehearse or options.device == "cpu"
     out: Path = options.out.resolve()
     if is_rehearsal and out.is_relative_to(ROOT / "benchmarks"):
         raise CannotRun("a rehearsal's figures mean nothing and are not kept in benchmarks")
     budget = Budget(options.minutes)
-    sites = [unpack_wheels(options.wheels)] if options.wheels else []
+    sites = [stack.enter_context(unpacked_wheels(options.wheels))] if options.wheels else []
     environ = environment(sites)
     if options.rehearse:
         environ = rehearsal_environment(environ)

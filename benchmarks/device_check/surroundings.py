@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.device_check.settings import ROOT
@@ -52,23 +53,26 @@ def rehearsal_environment(environ: dict[str, str]) -> dict[str, str]:
     }
 
 
-def unpack_wheels(folder: Path) -> Path:
-    """Its wheels in a new folder under the temporary one. They are only unpacked, nothing fetched.
+@contextmanager
+def unpacked_wheels(folder: Path) -> Iterator[Path]:
+    """Its wheels in a temporary folder, while entered. They are only unpacked, nothing fetched.
 
     Installed packages that no wheel brings stay as they are.
     """
     wheels = sorted(str(path) for path in folder.glob("*.whl"))
     if not wheels:
         raise CannotRun(f"--wheels: there is no .whl in {folder}")
-    site = Path(tempfile.mkdtemp(prefix="neuron-di-site-"))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    command += ["--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
-    command += ["--target", str(site), *wheels]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise CannotRun("--wheels were not unpacked in time") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no words"])[-1]
-        raise CannotRun(f"--wheels cannot be unpacked: {last}")
-    return site
+    with tempfile.TemporaryDirectory(prefix="neuron-di-site-") as site:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        command += ["--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
+        command += ["--target", site, *wheels]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            raise CannotRun("--wheels were not unpacked in time") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no words"])[-1]
+            raise CannotRun(f"--wheels cannot be unpacked: {last}")
+        yield Path(site)

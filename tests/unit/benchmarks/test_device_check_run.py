@@ -28,7 +28,7 @@ from benchmarks.device_check.record import Record, Skip
 from benchmarks.device_check.report import Report
 from benchmarks.device_check.result import Origin, PartResult
 from benchmarks.device_check.settings import ROOT, Settings
-from benchmarks.device_check.surroundings import CannotRun, environment, unpack_wheels
+from benchmarks.device_check.surroundings import CannotRun, environment, unpacked_wheels
 from benchmarks.device_check.tests_run import run_tests
 
 torch = pytest.importorskip("torch")
@@ -196,8 +196,8 @@ def test_a_tree_is_known_by_names_and_contents(tmp_path):
 
 
 def test_wheels_are_unpacked_beside_what_is_installed(tmp_path):
-    with pytest.raises(CannotRun, match=r"no \.whl"):
-        unpack_wheels(tmp_path)
+    with pytest.raises(CannotRun, match=r"no \.whl"), unpacked_wheels(tmp_path):
+        pass
     with zipfile.ZipFile(tmp_path / "told_here-1.0-py3-none-any.whl", "w") as wheel:
         info = "told_here-1.0.dist-info"
         wheel.writestr("told_here.py", "ANSWER = 42\n")
@@ -206,8 +206,9 @@ def test_wheels_are_unpacked_beside_what_is_installed(tmp_path):
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr(f"{info}/RECORD", "")
-    site = unpack_wheels(tmp_path)
-    assert (site / "told_here.py").read_text() == "ANSWER = 42\n"
+    with unpacked_wheels(tmp_path) as site:
+        assert (site / "told_here.py").read_text() == "ANSWER = 42\n"
+    assert not site.exists()
 
 
 def test_a_rehearsal_is_not_written_to_the_benchmarks(capsys):
