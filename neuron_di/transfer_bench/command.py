@@ -84,6 +84,16 @@ def _serve(flags: argparse.Namespace) -> None:
         end_with_parent(flags.parent_pid)
     if not 0 <= flags.port <= PORT_MAX:
         raise ConfigError(f"--port goes from 0 to {PORT_MAX}")
+    measuring = {
+        "--engine": flags.engines,
+        "--shape": flags.shapes,
+        "--repeats": flags.repeats,
+        "--pool-mib": flags.pool_mib,
+        "--verify": flags.verify,
+        "--json": flags.json,
+    }
+    if given := [name for name, value in measuring.items() if value not in (None, False)]:
+        raise ConfigError(f"{', '.join(given)}: the other end measures, and is told so there")
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     key = _given_key(flags)
     made = key is None

@@ -51,6 +51,16 @@ def test_serving_and_connecting_exclude_each_other():
         flags_of("--serve", "--connect", "127.0.0.1:1")
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--engine tcp", "--shape 1MiB", "--repeats 1", "--pool-mib 1", "--verify", "--json"],
+)
+def test_the_end_that_is_read_from_is_not_told_what_to_measure(monkeypatch, words):
+    monkeypatch.setenv(KEY_VARIABLE, "short")  # else an old version would listen for good
+    with pytest.raises(ConfigError, match=f"{words.split()[0]}: the other end measures"):
+        run_bench_transfer(flags_of("--serve", *words.split()))
+
+
 @pytest.mark.parametrize("key", ["short", "", " " * 40])
 def test_a_key_that_could_be_guessed_is_refused(monkeypatch, key):
     monkeypatch.setenv(KEY_VARIABLE, key)
