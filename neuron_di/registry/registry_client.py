@@ -174,7 +174,8 @@ class RegistryClient:
         self._pending[request.call] = future
         try:
             async with asyncio.timeout(timeout_s), self._turns:
-                await self._socket.send(encode_msgpack(request))
+                if not future.done():  # the link may have ended before its turn
+                    await self._socket.send(encode_msgpack(request))
                 answer = await future
         except TimeoutError:
             raise PeerTimeout(
