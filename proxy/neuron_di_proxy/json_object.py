@@ -193,6 +193,10 @@ def _reader_of(value_type: Any) -> _MembersReader[Any]:
     return _MembersReader(value_type)
 
 
+# Of a whole text, between its anchors.
+_RULE = re.compile(r"Expected `str` matching regex '(?:\^|\\\\A)(.*)(?:\$|\\\\Z)' - at ")
+
+
 def explain(text: str) -> BadRequest:
     """Turn msgspec's words ("Expected `int`, got `str` - at `$.n`") into an error with a name.
 
@@ -205,6 +209,8 @@ def explain(text: str) -> BadRequest:
         return BadRequest(f"`{param}` is unknown", param=param)
     if text.startswith("Expected `null`, got"):
         return BadRequest(f"`{param}` is not supported", param=param)
-    if text.startswith(("Invalid ", "Expected `str` matching regex")):
+    if text.startswith("Invalid "):
         return BadRequest(f"this value of `{param}` is not supported", param=param)
+    if rule := _RULE.match(text):
+        return BadRequest(f"`{param}` must match {rule[1]}", param=param)
     return BadRequest(text.replace("$.", ""), param=param)

@@ -61,7 +61,7 @@ async def test_what_is_refused(
 
 async def test_a_name_that_no_worker_can_have_is_refused_in_words(proxy: RunningProxy) -> None:
     _, error = await post(proxy, "/admin/drain", b'{"worker": ""}')
-    assert error["message"] == "this value of `worker` is not supported"
+    assert error["message"] == "`worker` must match [A-Za-z0-9._-]{1,64}"
     assert error["param"] == "worker"
 
 

@@ -301,6 +301,13 @@ def test_a_named_schema_is_checked(read, named, param):
 
 
 @BOTH
+def test_what_a_name_must_match_is_said(read):
+    named = {"name": "a b", "schema": SCHEMA}
+    with pytest.raises(BadRequest, match=r"`.*name` must match \[A-Za-z0-9_-\]\{1,64\}$"):
+        read(response_format={"type": "json_schema", "json_schema": named})
+
+
+@BOTH
 def test_only_one_field_says_what_an_answer_is(read):
     fields = {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}
     assert refused(read, **fields) == "structured_outputs"
