@@ -175,7 +175,7 @@ class RegistryClient:
         try:
             async with asyncio.timeout(timeout_s), self._turns:
                 if not future.done():  # the link may have ended before its turn
-                    await self._socket.send(encode_msgpack(request))
+                    await self._send(request)
                 answer = await future
         except TimeoutError:
             raise PeerTimeout(
@@ -190,6 +190,16 @@ class RegistryClient:
         if not isinstance(answer, answer_type):
             raise RemoteProtocolError(f"the registry answered with {type(answer).__name__}")
         return answer
+
+    async def _send(self, request: RegistryCall) -> None:
+        """Nothing is sent where the socket is closed meanwhile, which has ended the call."""
+        sending = asyncio.ensure_future(self._socket.send(encode_msgpack(request)))
+        try:
+            await asyncio.wait((sending,))
+        finally:
+            sending.cancel()
+        if not sending.cancelled():  # as ZMQ ends it then: nobody has cancelled our caller
+            sending.result()
 
     async def _receive(self) -> None:
         while True:

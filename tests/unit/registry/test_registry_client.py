@@ -138,6 +138,14 @@ async def test_closing_ends_the_calls_that_wait(router):
     assert {type(end) for end in ends} == {PeerGone}  # of those without their turn, too
 
 
+async def test_closing_ends_the_calls_that_nobody_takes(free_address):
+    async with RegistryClient(free_address, call_timeout_s=30) as client:
+        grants = [asyncio.create_task(client.grant(10)) for _ in range(2 * CALLS_MAX)]
+        await asyncio.sleep(0.1)
+    ends = await asyncio.gather(*grants, return_exceptions=True)
+    assert {type(end) for end in ends} == {PeerGone}
+
+
 @pytest.mark.parametrize("address", ["nonsense", "tcp://", "tcp://127.0.0.1"])
 async def test_what_is_no_address_is_a_config_error(address):
     with pytest.raises(ConfigError, match="is not the address of a registry"):
