@@ -16,7 +16,7 @@ from neuron_di.errors import ConfigError, PeerGone, PeerRefused, PeerTimeout
 from neuron_di.etcd.failures import Failure, Mend, failure_of
 from neuron_di.etcd.messages import AUTHENTICATE, AuthenticateRequest, Method
 from neuron_di.etcd.packages import grpc
-from neuron_di.etcd.security import Security
+from neuron_di.etcd.security import Pem, Security
 from neuron_di.obs import LimitedLogger
 
 _log = LimitedLogger(__name__)
@@ -40,6 +40,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 
+_CLOSED = "the connection to etcd is closed"
+
 T = TypeVar("T")
 
 # One try: (the member's stubs, metadata, seconds it gets) -> the answer.
@@ -47,13 +49,18 @@ Try = Callable[["Endpoint", tuple[tuple[str, str], ...], float], Awaitable[T]]
 
 
 class Endpoint:
-    """One member of etcd: a channel, connected when it is first used, and its calls."""
+    """One member of etcd: a channel, connected when it is first used, and its calls.
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+    All that it ever connects with are these certificates.
+    """
+
+    def __init__(self, address: str, pem: Pem | None) -> None:
         self.address = address
-        if credentials is None:
+        self.pem = pem
+        if pem is None:
             self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         else:
+            credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
             self._channel = grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
         self._stubs: dict[str, Any] = {}
 
@@ -87,16 +94,12 @@ class Connection:
         self._current = 0
         self._token: str | None = None
         self._authenticating: dict[str, asyncio.Task[str]] = {}  # by the member's address
+        self._closing: set[asyncio.Task[None]] = set()
         self.num_attempts = 0
         self.num_authentications = 0
 
     def open(self) -> None:
-        credentials = None
-        if self._security.ca is not None:
-            credentials = grpc.ssl_channel_credentials(
-                self._security.ca, self._security.key, self._security.cert
-            )
-        self._endpoints = [Endpoint(each, credentials) for each in self._addresses]
+        self._endpoints = [Endpoint(each, self._pem()) for each in self._addresses]
 
     async def close(self) -> None:
         endpoints, self._endpoints = self._endpoints, []
@@ -106,6 +109,8 @@ class Connection:
             await asyncio.wait(tasks)
         for endpoint in endpoints:
             await endpoint.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     async def call(
         self, method: Method, request: Any, deadline: Deadline, *, may_repeat: bool = True
@@ -141,14 +146,16 @@ class Connection:
                 late = PeerTimeout(f"etcd at {endpoint.address} did not authenticate us in time")
                 failure = Failure(late, Mend.ANOTHER_TRY)
             except (grpc.aio.UsageError, asyncio.CancelledError):
-                self.check_open()
-                raise
+                if not self.was_closed(endpoint):
+                    raise
+                failure = Failure(PeerGone(_CLOSED), Mend.ANOTHER_TRY, may_have_happened=True)
             if failure.mend is Mend.NEW_TOKEN and self._security.user and not is_renewed:
                 is_renewed = True
                 self.forget(token)
                 continue
             is_final = failure.may_have_happened and not may_repeat
-            if failure.mend is not Mend.ANOTHER_TRY or is_final or deadline.has_passed():
+            is_over = deadline.has_passed() or not self._endpoints
+            if failure.mend is not Mend.ANOTHER_TRY or is_final or is_over:
                 raise failure.error
             self.leave(endpoint)
             num_tries += 1
@@ -159,19 +166,32 @@ class Connection:
     def endpoint(self) -> Endpoint:
         """The member that answered last, as far as we know."""
         if not self._endpoints:
-            raise PeerGone("the connection to etcd is closed")
+            raise PeerGone(_CLOSED)
         return self._endpoints[self._current]
 
-    def check_open(self) -> None:
-        """After a call that was cancelled: PeerGone if that was because we are closed."""
+    def was_closed(self, endpoint: Endpoint) -> bool:
+        """After a call that was cancelled: whether that was because its channel was closed."""
         task = asyncio.current_task()
-        if not self._endpoints and (task is None or not task.cancelling()):
-            raise PeerGone("the connection to etcd is closed")
+        return endpoint not in self._endpoints and (task is None or not task.cancelling())
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Use another member from now on, unless that has been done already."""
-        if self._endpoints and endpoint is self._endpoints[self._current]:
+        """Use another member from now on, unless that has been done already.
+
+        Where certificates were renewed, this member is dialled anew with those when its turn comes.
+        """
+        if endpoint not in self._endpoints:
+            return
+        index, pem = self._endpoints.index(endpoint), self._pem()
+        if pem != endpoint.pem:
+            self._endpoints[index] = Endpoint(endpoint.address, pem)
+            closing = asyncio.create_task(endpoint.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        if index == self._current:
             self._current = (self._current + 1) % len(self._endpoints)
+
+    def _pem(self) -> Pem | None:
+        return None if self._security.pem is None else self._security.pem()
 
     async def token(self, endpoint: Endpoint, timeout_s: float) -> str | None:
         """What shows who we are; empty where etcd asks nobody, None where we have no user.

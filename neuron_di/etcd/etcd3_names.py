@@ -43,7 +43,7 @@ from neuron_di.etcd.etcd3_values import (
     metadata_of,
 )
 from neuron_di.etcd.key_value import KeyRange, key_value_of
-from neuron_di.etcd.security import Security
+from neuron_di.etcd.security import Pem, Security
 
 WATCH_PAUSE_S_MIN = 0.1
 WATCH_PAUSE_S_MAX = 1.0
@@ -64,10 +64,13 @@ def client(
     password: str | None = None,
 ) -> "Etcd3Client":
     """A client of one member. Certificates are names of files; `timeout` is seconds per call."""
+    pem = None
+    if ca_cert is not None:
+        files = (None if file is None else Path(file) for file in (cert_cert, cert_key))
+        cert, key = (None if file is None else file.read_bytes() for file in files)
+        pem = Pem(Path(ca_cert).read_bytes(), cert, key)
     security = Security(
-        ca=None if ca_cert is None else Path(ca_cert).read_bytes(),
-        cert=None if cert_cert is None else Path(cert_cert).read_bytes(),
-        key=None if cert_key is None else Path(cert_key).read_bytes(),
+        pem=None if pem is None else lambda: pem,
         user=user,
         password=None if password is None else lambda: password,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from neuron_di.config import EtcdOptions
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
+from neuron_di.seen_file import look_at
 
 _log = get_logger(__name__)
 
@@ -16,16 +17,24 @@ SECRET_BYTES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Security:
-    """PEM texts, and a user. Without `ca` nothing is encrypted. Its repr shows no secret.
+class Pem:
+    """Texts: of the authority that etcd's certificate is of, and of our own certificate and key."""
 
-    `password` is asked at each authentication, so a file may be replaced while we run. It
-    raises ConfigError where there is none. A user that a certificate names is not given here.
-    """
-
-    ca: bytes | None = None
+    ca: bytes
     cert: bytes | None = field(default=None, repr=False)
     key: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """Certificates, and a user. Without `pem` nothing is encrypted. Its repr shows no secret.
+
+    `pem` is asked for each connection and `password` at each authentication, so files may be
+    replaced while we run. `password` raises ConfigError where there is none, `pem` nothing. A user
+    that a certificate names is not given here.
+    """
+
+    pem: Callable[[], Pem] | None = field(default=None, repr=False)
     user: str | None = None
     password: Callable[[], str] | None = field(default=None, repr=False)
 
@@ -44,30 +53,57 @@ def security_of(options: EtcdOptions) -> Security:
         password()
         if options.shows_password:
             _log.warning("etcd_password_in_the_clear", mend="give --etcd-ca")
-    security = Security(
-        ca=_read(options.etcd_ca),
-        cert=_read(options.etcd_cert),
-        key=_read(options.etcd_key),
-        user=options.etcd_user,
-        password=password,
-    )
-    _check_tls(options)
-    return security
+    pem = None
+    if options.etcd_ca is not None:
+        pem = _PemFiles(options.etcd_ca, options.etcd_cert, options.etcd_key)
+    return Security(pem=pem, user=options.etcd_user, password=password)
 
 
-def _check_tls(options: EtcdOptions) -> None:
-    """gRPC takes any files, and says of each connection only that it could not be secured."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    name = options.etcd_ca
-    try:
-        if options.etcd_ca is not None:
-            context.load_verify_locations(options.etcd_ca)
-        if options.etcd_cert is not None:
-            name = f"{options.etcd_cert} with the key {options.etcd_key}"
-            # An empty password: a key that is encrypted must fail here, not ask at a terminal.
-            context.load_cert_chain(options.etcd_cert, options.etcd_key, password="")
-    except OSError as error:  # SSLError is one
-        raise ConfigError(f"cannot use the certificate {name} for etcd: {error}") from None
+class _PemFiles:
+    """Reads the files again when they changed. While they are no good, the last ones stay."""
+
+    def __init__(self, ca: str, cert: str | None, key: str | None) -> None:
+        self._ca, self._cert, self._key = ca, cert, key
+        self._not_read = ""  # why, when it was last tried
+        self._seen = self._look()
+        self._pem = self._read()
+
+    def __call__(self) -> Pem:
+        seen = self._look()
+        if seen != self._seen:
+            try:
+                self._pem, self._seen, self._not_read = self._read(), seen, ""
+                _log.info("certificate_read")
+            except ConfigError as error:  # what failed is tried again
+                if error.message != self._not_read:
+                    _log.error("certificate_not_read", reason=error.message)
+                self._not_read = error.message
+        return self._pem
+
+    def _look(self) -> tuple[object, ...]:
+        files = (self._ca, self._cert, self._key)
+        return tuple(look_at(Path(file)) for file in files if file is not None)
+
+    def _read(self) -> Pem:
+        cert = key = None
+        ca = _text(self._ca)
+        if self._cert is not None and self._key is not None:
+            cert, key = _text(self._cert), _text(self._key)
+        self._check_tls()
+        return Pem(ca, cert, key)
+
+    def _check_tls(self) -> None:
+        """gRPC takes any files, and says of each connection only that it could not be secured."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        name = self._ca
+        try:
+            context.load_verify_locations(self._ca)
+            if self._cert is not None:
+                name = f"{self._cert} with the key {self._key}"
+                # An empty password: a key that is encrypted must fail here, not ask at a terminal.
+                context.load_cert_chain(self._cert, self._key, password="")
+        except OSError as error:  # SSLError is one
+            raise ConfigError(f"cannot use the certificate {name} for etcd: {error}") from None
 
 
 class _PasswordFile:
@@ -93,9 +129,7 @@ class _PasswordFile:
         return password
 
 
-def _read(path: str | None) -> bytes | None:
-    if path is None:
-        return None
+def _text(path: str) -> bytes:
     try:
         text = Path(path).read_bytes()
     except OSError as error:

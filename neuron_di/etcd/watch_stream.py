@@ -90,8 +90,10 @@ async def watch_stream(
             late = PeerTimeout(f"etcd at {endpoint.address} did not answer in time")
             failure = Failure(late, Mend.ANOTHER_TRY)
         except (grpc.aio.UsageError, asyncio.CancelledError):
-            connection.check_open()
-            raise
+            if not connection.was_closed(endpoint):
+                raise
+            gone = PeerGone(f"the connection to etcd at {endpoint.address} was closed")
+            failure = Failure(gone, Mend.ANOTHER_TRY)
         if failure.mend is Mend.NEW_TOKEN and token is not None:
             if was_heard:  # whoever follows goes on where it was: we would say everything again
                 connection.forget(token)

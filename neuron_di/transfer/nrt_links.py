@@ -36,7 +36,7 @@ from neuron_di.transfer.nrt_sender import NrtSender
 from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove, why_not_served
 from neuron_di.transfer.tcp_proof import Hello, pair_secret
 from neuron_di.transfer.tcp_stream import stream_of
-from neuron_di.transfer.tcp_tls import Tls
+from neuron_di.transfer.tcp_tls import TlsFiles, latest_of
 from neuron_di.types import Incarnation
 from neuron_di.wire import NrtRegion
 from neuron_di_bindings.nrt import NrtError, NrtMisuse, NrtWorkerError
@@ -69,7 +69,7 @@ class NrtLinks:
         times: NrtTimes,
         *,
         secret: bytes,
-        tls: Tls | None,
+        tls: TlsFiles | None,
     ) -> None:
         self._pool = pool
         self._driver = driver
@@ -122,7 +122,7 @@ class NrtLinks:
                 region,
                 hello,
                 own_secret=pair_secret(self._secret, peer),
-                tls=self._tls,
+                tls=latest_of(self._tls),
                 silence_s=self._times.silence_s,
                 deadline=deadline.earlier_of(Deadline.after(self._times.proof_s)),
             )
@@ -196,7 +196,7 @@ class NrtLinks:
                 self._pool.incarnation,
                 self._secrets_of,
                 self._pool.memory().num_bytes,
-                tls=self._tls,
+                tls=latest_of(self._tls),
                 silence_s=self._times.silence_s,
                 deadline=deadline,
             )

@@ -31,7 +31,7 @@ from neuron_di.transfer.tcp_proof import Hello, dial, pair_secret
 from neuron_di.transfer.tcp_receiver import TcpReceiver
 from neuron_di.transfer.tcp_sender import TcpSender
 from neuron_di.transfer.tcp_stream import Stream, stream_of, tune
-from neuron_di.transfer.tcp_tls import open_tls
+from neuron_di.transfer.tcp_tls import latest_of, open_tls
 from neuron_di.transfer.transfer_engine import MOVING_S_MAX, Receive, Send, TransferToken
 from neuron_di.types import Incarnation
 from neuron_di.wire import Region, TcpRegion
@@ -162,7 +162,7 @@ class TcpEngine:
             tune(sock, self._times.silence_s)
             if self._tls is not None:
                 sock.settimeout(max(deadline.remaining_s(), 1e-3))
-                sock = self._tls.client.wrap_socket(sock)
+                sock = self._tls.latest().client.wrap_socket(sock)
             pool_bytes = dial(
                 sock,
                 hello,
@@ -301,7 +301,7 @@ class TcpEngine:
                 self._incarnation,
                 self._secrets_of,
                 self._memory.num_bytes,
-                tls=self._tls,
+                tls=latest_of(self._tls),
                 silence_s=self._times.silence_s,
                 deadline=deadline,
             )

@@ -2,30 +2,75 @@
 
 No name in a certificate is compared: workers are dialled by address. Who it is, the proof
 behind it shows (tcp_proof.py), which holds for one certificate only.
+
+Files that were renewed count from the next connection on: a worker outlives its certificate.
 """
 
 import hashlib
 import ssl
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError
+from neuron_di.obs import get_logger
+from neuron_di.seen_file import look_at
 
 NO_CERTIFICATE = bytes(32)
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 
+_log = get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What both ends of an engine's connections wrap their sockets with."""
+    """What the ends of a connection wrap their sockets with: the files as they were once."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
     certificate_digest: bytes  # of this worker's own
 
 
-def open_tls(options: TransferOptions) -> Tls | None:
+class TlsFiles:
+    """A certificate, its key and its authority's certificate, in PEM. Thread-safe.
+
+    ConfigError where they do not serve at the start. Later the last good ones stay in force, and
+    the log says why.
+    """
+
+    def __init__(self, cert: str, key: str, ca: str) -> None:
+        self._files = cert, key, ca
+        self._lock = threading.Lock()
+        self._not_read = ""  # why, when it was last tried
+        self._seen = self._look()
+        self._tls = _read(*self._files)
+
+    def latest(self) -> Tls:
+        """For a connection that begins now. Reads the files if they changed: some milliseconds."""
+        with self._lock:
+            seen = self._look()
+            if seen != self._seen and self._read_again():  # what failed is tried again
+                self._seen = seen
+            return self._tls
+
+    def _read_again(self) -> bool:
+        try:
+            self._tls = _read(*self._files)
+        except ConfigError as error:
+            if error.message != self._not_read:
+                _log.error("certificate_not_read", reason=error.message)
+            self._not_read = error.message
+            return False
+        self._not_read = ""
+        _log.info("certificate_read")
+        return True
+
+    def _look(self) -> tuple[object, ...]:
+        return tuple(look_at(Path(file)) for file in self._files)
+
+
+def open_tls(options: TransferOptions) -> TlsFiles | None:
     """None where nobody asked for it. ConfigError where its files do not serve."""
     cert, key, ca = (
         options.transfer_tls_cert,
@@ -34,6 +79,15 @@ def open_tls(options: TransferOptions) -> Tls | None:
     )
     if cert is None or key is None or ca is None:
         return None
+    return TlsFiles(cert, key, ca)
+
+
+def latest_of(files: TlsFiles | None) -> Tls | None:
+    """None where there is no TLS."""
+    return None if files is None else files.latest()
+
+
+def _read(cert: str, key: str, ca: str) -> Tls:
     try:
         contexts = []
         for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):

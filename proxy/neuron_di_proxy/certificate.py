@@ -11,7 +11,7 @@ from neuron_di.clock import unix_s
 from neuron_di.config import FrontOptions
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
-from neuron_di_proxy.seen_file import Seen, look_at
+from neuron_di.seen_file import Seen, look_at
 
 LOOK_INTERVAL_S = 10.0  # between two looks at whether the files changed
 ENDS_SOON_S = 14 * 86400.0

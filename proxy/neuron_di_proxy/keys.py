@@ -11,6 +11,7 @@ from pathlib import Path
 from neuron_di.clock import now_s
 from neuron_di.errors import ConfigError, Forbidden, Unauthorized
 from neuron_di.obs import get_logger
+from neuron_di.seen_file import Seen, look_at
 from neuron_di_proxy.key_file import (
     KEY_TEXT,
     OTHERS_MAY_READ,
@@ -20,7 +21,6 @@ from neuron_di_proxy.key_file import (
     is_expired,
     read_key_file,
 )
-from neuron_di_proxy.seen_file import Seen, look_at
 from neuron_di_proxy.tenant import EVERYBODY, Tenant
 
 LOOK_INTERVAL_S = 1.0  # between two looks at whether the file changed

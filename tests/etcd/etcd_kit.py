@@ -29,7 +29,7 @@ from neuron_di.clock import sleep_s
 from neuron_di.errors import PeerError
 from neuron_di.etcd.child import TIED, free_ports
 from neuron_di.etcd.client import EtcdClient
-from neuron_di.etcd.security import Security
+from neuron_di.etcd.security import Pem, Security
 
 DEADLINE_S = 30.0
 PASSWORD = "correct-horse-7"  # of every user
@@ -59,11 +59,13 @@ class Certificates:
 
     def security(self, user: str | None = "worker") -> Security:
         """As a client with this certificate; None: without one."""
-        ca = (self.folder / "ca.pem").read_bytes()
-        if user is None:
-            return Security(ca=ca)
-        cert, key = ((self.folder / f"{user}.{kind}").read_bytes() for kind in ("pem", "key"))
-        return Security(ca=ca, cert=cert, key=key)
+        return self.believing("ca", user)
+
+    def believing(self, ca: str, user: str | None) -> Security:
+        """As a client who takes this authority's word."""
+        names = [f"{ca}.pem"] + ([] if user is None else [f"{user}.pem", f"{user}.key"])
+        pem = Pem(*((self.folder / name).read_bytes() for name in names))
+        return Security(pem=lambda: pem)
 
 
 @cache

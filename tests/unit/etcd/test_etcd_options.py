@@ -131,7 +131,8 @@ def test_certificates_that_cannot_serve_are_told_before_any_connection(tmp_path)
         f"req -x509 -key {key} -subj /CN=etcd -out {ca}",
     ):
         subprocess.run(["openssl", *command.split()], check=True, capture_output=True)
-    assert security_of(EtcdOptions(etcd=ETCD, etcd_ca=ca, etcd_cert=ca, etcd_key=key)).key
+    options = EtcdOptions(etcd=ETCD, etcd_ca=ca, etcd_cert=ca, etcd_key=key)
+    assert security_of(options).pem().key
     with pytest.raises(ConfigError, match=f"cannot use the certificate {key} for etcd"):
         security_of(EtcdOptions(etcd=ETCD, etcd_ca=key))
     for wrong in (other, locked, ca):

@@ -1,6 +1,7 @@
 """TLS on the data connections."""
 
 import contextlib
+import logging
 import os
 import pty
 import shutil
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,7 +103,7 @@ def test_whoever_reads_slowly_does_not_keep_the_blocks_for_long(certificates):
     options = certificates("one")
     with (
         tcp_pair(8192, times=TcpTimes(proof_s=WAIT_S, send_s=0.3), **options) as pair,
-        hostile_decode(pair, open_tls(TransferOptions(**options))) as sock,
+        hostile_decode(pair, open_tls(TransferOptions(**options)).latest()) as sock,
     ):
         total = len(pair.sent)
         receive = pair.receive_of(runs_of([0], [0], [total]))
@@ -170,9 +172,45 @@ def test_tls_options_go_together_and_name_files(tmp_path):
         TcpEngine(pool, options)
 
 
+def test_renewed_certificates_count_from_the_next_connection_on(certificates, tmp_path, caplog):
+    """Also where the authority is another one, and only once all files fit each other."""
+    caplog.set_level(logging.INFO)
+    own = {option: str(tmp_path / Path(file).name) for option, file in certificates("one").items()}
+
+    def renew(ca: str, *parts: str) -> None:
+        for option, file in certificates(ca).items():
+            if not parts or option.endswith(parts):
+                fresh = Path(own[option] + ".new")
+                shutil.copy(file, fresh)
+                fresh.replace(own[option])
+
+    renew("one")
+    stranger = TransferOptions(**certificates("other"))
+    with (
+        tcp_pair(**own) as pair,
+        closing(KvPool.create(LAYOUT, 1, Incarnation("x"))) as pool,
+        closing(TcpEngine(pool, stranger)) as other,
+    ):
+        pair.prefill.accept(Incarnation("x"), other.local_region(PREFILL), LAYOUT)
+        renew("other", "cert")  # the key is the old one still
+        pair.connect()
+        assert pair.moves()
+        pair.connect()
+        assert pair.moves()
+        assert caplog.messages.count("certificate_not_read") == 2  # each end's, once
+        with pytest.raises(PeerError):
+            other.connect(PREFILL, pair.prefill.local_region(Incarnation("x")), LAYOUT)
+        renew("other")
+        other.connect(PREFILL, pair.prefill.local_region(Incarnation("x")), LAYOUT)
+        assert pair.moves()  # over the connection that was there before
+        pair.connect()
+        assert pair.moves()
+    assert caplog.messages.count("certificate_read") == 2  # each end's
+
+
 def test_ending_a_connection_leaves_its_tls_to_the_thread_that_uses_it(certificates):
     """Else that thread would go on in the clear: KV to the network, ciphertext to the pool."""
-    tls = open_tls(TransferOptions(**certificates("one")))
+    tls = open_tls(TransferOptions(**certificates("one"))).latest()
     num_bytes = 64 << 10
     with socket.create_server(("127.0.0.1", 0)) as listener:
         raw = socket.create_connection(listener.getsockname(), WAIT_S)
