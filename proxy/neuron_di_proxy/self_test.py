@@ -82,9 +82,6 @@ class PairBook:
         """Have the pair tested at the next look. Until then it is taken to be what it was."""
         self._doubted.add((process_of(prefill), process_of(decode)))
 
-    def is_doubted(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-        return (process_of(prefill), process_of(decode)) in self._doubted
-
     def refuse(self, prefill: WorkerRecord, decode: WorkerRecord, reason: str) -> None:
         """The pair failed without a test."""
         self.note(PairResult(prefill, decode, "failed", reason, now_s()))
@@ -192,13 +189,14 @@ class SelfTest:
         return found
 
     def _is_due(self, prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+        """Of an open pair."""
         result = self._pairs.result_of(prefill, decode)
         slow_s = self._overdue_s.get((process_of(prefill), process_of(decode)))
         if slow_s is not None and now_s() < slow_s + RETRY_S:
             return False
-        if result is not None and result.outcome == "failed":
-            return now_s() >= result.tested_s + RETRY_S
-        return result is None or self._pairs.is_doubted(prefill, decode)
+        if result is None or result.outcome != "failed":
+            return True
+        return now_s() >= result.tested_s + RETRY_S
 
     async def _test(self, pair: Route) -> None:
         if not (self._health.is_usable(pair.prefill) and self._health.is_usable(pair.decode)):
