@@ -101,18 +101,16 @@ class Tracing:
             return new_trace()
         return context
 
-    def below(self, context: TraceContext | None) -> TraceContext | None:
+    def below(self, context: TraceContext) -> TraceContext:
         """The place of a choice of that request, which its legs are told."""
-        if context is None or self._endpoint is None or not context.is_sampled:
+        if self._endpoint is None or not context.is_sampled:
             # Who is not recorded is not in the trace: its workers are below the client.
             return context
         return context.below()
 
-    def end(
-        self, trace: TraceContext | None, receipt: Receipt, code: str | None, tenant: str
-    ) -> None:
+    def end(self, trace: TraceContext, receipt: Receipt, code: str | None, tenant: str) -> None:
         """A choice is over. Its spans are sent later, or dropped."""
-        if trace is None or self._endpoint is None or not trace.is_sampled:
+        if self._endpoint is None or not trace.is_sampled:
             return
         if len(self._queue) >= QUEUE_MAX:
             self._count("dropped", 1)
