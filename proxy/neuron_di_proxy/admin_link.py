@@ -55,20 +55,18 @@ class AdminLink:
         async with self._asked("POST", "/drain/prepare", order) as response:
             return drain_ticket_decoder.decode(await _body(response))
 
-    async def drain(self, order: DrainOrder) -> AsyncGenerator[DrainProgress, None]:
+    def drain(self, order: DrainOrder) -> AsyncGenerator[DrainProgress, None]:
         """The drain, line by line. LegFailed: the worker refuses. PeerError: it is lost."""
-        async for progress in self._lines("/drain", order):
-            yield progress
+        return self._lines("/drain", order)
 
     async def prepare(self, order: PrepareRole) -> RoleTicket:
         """A ticket. LegFailed: the worker says why not."""
         async with self._asked("POST", "/role/prepare", order) as response:
             return role_ticket_decoder.decode(await _body(response))
 
-    async def commit(self, order: CommitRole) -> AsyncGenerator[DrainProgress, None]:
+    def commit(self, order: CommitRole) -> AsyncGenerator[DrainProgress, None]:
         """The change, line by line, up to the end of the worker that was."""
-        async for progress in self._lines("/role/commit", order):
-            yield progress
+        return self._lines("/role/commit", order)
 
     async def abort(self, ticket: str) -> None:
         """Forget a ticket. One that cannot be told forgets it by itself."""
