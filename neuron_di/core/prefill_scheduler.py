@@ -97,10 +97,10 @@ class PrefillScheduler:
     def release(self, request: Request) -> None:
         """The decode worker has the KV: the request ends here, without a finish reason."""
         require(request in self._transferring, f"{request!r} is not parked")
-        self._leave(request, None, None)
+        self.finish(request, None)
 
     def finish(
-        self, request: Request, reason: FinishReason, held_by: CompletionToken | None = None
+        self, request: Request, reason: FinishReason | None, held_by: CompletionToken | None = None
     ) -> None:
         """End a request in any state: its token ended it, it failed or was cancelled.
 
@@ -108,7 +108,16 @@ class PrefillScheduler:
         now: they are quarantined until `held_by` is done. Without it they are free at once; a
         reader still notices their reuse by the blocks' generations.
         """
-        self._leave(request, reason, held_by)
+        if request is self._running:
+            self._running = None
+        elif request in self._transferring:
+            self._transferring.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._quarantine.give_back(request.block_ids, held_by)
+        request.block_ids = []
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
 
     def follow_exchanges(self) -> None:
         """Of parked requests: a decode worker took their blocks and gave others."""
@@ -144,17 +153,3 @@ class PrefillScheduler:
             require(is_whole, f"{request!r} does not hold what it reserved")
         owned = [request.block_ids for request in started]
         self._pool.check_integrity([*owned, *self._quarantine.owned()])
-
-    def _leave(
-        self, request: Request, reason: FinishReason | None, held_by: CompletionToken | None
-    ) -> None:
-        if request is self._running:
-            self._running = None
-        elif request in self._transferring:
-            self._transferring.remove(request)
-        else:
-            self._waiting.remove(request)
-        self._quarantine.give_back(request.block_ids, held_by)
-        request.block_ids = []
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
