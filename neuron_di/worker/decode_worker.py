@@ -47,15 +47,12 @@ class DecodeWorker:
         prompts: PromptReader,
         legs: LiveLegs,
         report: LegReport,
-        *,
-        num_vocab: int,
     ) -> None:
         self._connector = connector
         self._layout = layout
         self._prompts = prompts
         self._legs = legs
         self._report = report
-        self._num_vocab = num_vocab
         self._loop = asyncio.get_running_loop()
         self._incoming: dict[Key, _Incoming] = {}
         self.engine = make_engine(self.start_transfer)
@@ -125,14 +122,15 @@ class DecodeWorker:
     ) -> Request:
         """Check the peer's word, then take over where prefill stopped: its tokens are given."""
         ready, layout = incoming.ready, incoming.buffer.layout
-        check_sampling(leg.sampling, self._num_vocab)
+        num_vocab = self._prompts.num_vocab
+        check_sampling(leg.sampling, num_vocab)
         num_prompt, num_given = len(ready.prompt_ids), len(ready.generated)
         if (
             num_given != leg.num_emitted + 1
             or ready.num_tokens != num_prompt + leg.num_emitted
             or len(ready.block_ids) != layout.num_blocks_for(ready.num_tokens)
-            or not all(0 <= token < self._num_vocab for token in ready.prompt_ids)
-            or not all(0 <= token < self._num_vocab for token in ready.generated)
+            or not all(0 <= token < num_vocab for token in ready.prompt_ids)
+            or not all(0 <= token < num_vocab for token in ready.generated)
         ):
             raise RemoteProtocolError("prefill's Ready does not add up")
         return Request(

@@ -263,6 +263,7 @@ class Worker:
     def _assemble(self) -> tuple[Scheduler, Engine]:
         """Build what the role needs, from the scheduler up to the legs."""
         limits, role = self._model.limits(self._options.engine), self._options.role
+        report = LegReport(self.worker_id, role)
         if role == "both":
             combined = CombinedScheduler(
                 self._block_pool,
@@ -273,7 +274,6 @@ class Worker:
                 reserve_tokens=limits.reserve_tokens,
             )
             engine = self._engine_for(combined)
-            report = LegReport(self.worker_id, "both")
             self.combined = CombinedWorker(engine, self.prompts, self.legs, report)
             return combined, engine
         lacking: dict[str, str] = {}
@@ -281,7 +281,6 @@ class Worker:
         self._transfer_domains = [transfer_domain(engine) for engine in self._lanes.engines]
         local = self._local()
         self._connector = self._connect_to_peers(local, self._lanes)
-        report = LegReport(self.worker_id, role)
         if role == "prefill":
             prefill = PrefillScheduler(
                 self._block_pool,
@@ -310,7 +309,6 @@ class Worker:
             self.prompts,
             self.legs,
             report,
-            num_vocab=self._model.backend.num_vocab,
         )
         return decode, self.decode.engine
 
