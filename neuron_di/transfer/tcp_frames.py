@@ -11,7 +11,6 @@ Every WANT has exactly one answer, on the stream that it came on, with the same 
 receiver compares each answer with what it asked for itself, before it writes a byte.
 """
 
-import ssl
 import struct
 from typing import NamedTuple
 
@@ -97,7 +96,7 @@ def as_peer_error(error: Exception) -> NeuronDiError:
             return error
         case TimeoutError():
             return PeerTimeout("the peer's data connection stalls")
-        case ssl.SSLError() | OSError():
+        case OSError():
             return PeerGone(f"the peer's data connection ended: {error.strerror or error}")
         case _:
             return LocalProtocolError(f"a data connection failed: {error!r}")
