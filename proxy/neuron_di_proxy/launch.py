@@ -38,7 +38,7 @@ class Launcher:
         self._limits = limits
 
     async def run(self, attempt: Attempt, emit: Emit, make_lane: MakeLane = no_lane) -> Finished:
-        """Give `emit` the attempt's tokens, indices from `attempt.first_index` on.
+        """Give `emit` the attempt's tokens, indices from `len(attempt.emitted)` on.
 
         Tokens that may go to the client with nothing else to be done take a lane of `make_lane`
         instead, if it makes one; they are in `attempt.num_tokens` at the end.

@@ -99,13 +99,13 @@ class Metrics(Collector):
         """A choice ended. `code` says why where it failed."""
         ended = receipt.finish_reason
         self.tenants.count(receipt)
-        self._requests[ended, "" if code is None else bounded_code(code)] += 1
+        self._requests[ended, bounded_code(code)] += 1
         # What was refused is no answer, and took no time.
         if receipt.num_generated or code not in _refusal_codes():
             self.of(receipt.model).count(receipt)
         last = receipt.attempts[-1] if receipt.attempts else None
         for attempt in receipt.attempts:
-            reason = "" if attempt.code is None else bounded_code(attempt.code)
+            reason = bounded_code(attempt.code)
             if reason in _kv_codes:
                 self._transfer_failures[reason] += 1
             self._attempts[reason or (ended if attempt is last else OTHER)] += 1
