@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from neuron_di.clock import Deadline
 from neuron_di.errors import LocalProtocolError, PeerGone, StaleIncarnation
 from neuron_di.kv.arena import Arena, NoArena, is_settled
@@ -22,7 +20,7 @@ from neuron_di.obs import get_logger
 from neuron_di.types import BlockId, Incarnation, WorkerId
 from neuron_di.wire import ShmRegion
 from neuron_di_bindings.block_runs import Words
-from neuron_di_bindings.owner_words import GENERATION_MAX, generations_of, slots_of, word
+from neuron_di_bindings.owner_words import GENERATION_MAX, generations_of, word
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -174,7 +172,6 @@ class ArenaPeer(PeerPool):
     def __init__(self, arena: Arena, slot: int, layout: KvLayout) -> None:
         self.layout = layout
         self._arena = arena
-        self._slot = slot
         self.words = Words(arena.raw_words, word(slot, 0), GENERATION_MAX)
 
     @classmethod
@@ -195,13 +192,6 @@ class ArenaPeer(PeerPool):
     @property
     def base_address(self) -> int:
         return self._arena.address
-
-    def generations(self, block_ids: BlockIds) -> list[int]:
-        """The generation of each block now; -1 where it is not the peer's."""
-        words = self._arena.words.load(as_ids(block_ids))
-        found = np.where(slots_of(words) == self._slot, generations_of(words), -1)
-        generations: list[int] = found.tolist()
-        return generations
 
 
 def open_peer_pool(region: ShmRegion, layout: KvLayout) -> PeerPool:

@@ -261,13 +261,3 @@ class PeerPool:
     def base_address(self) -> int:
         """Address of the peer's block 0 in this process."""
         return int(self._generations.ctypes.data) - GENERATIONS_OFFSET + head_bytes(self.num_blocks)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.num_blocks * self.layout.block_bytes
-
-    def generations(self, block_ids: BlockIds) -> list[int]:
-        """The generation of each block now."""
-        generations: list[int] = self._generations[as_ids(block_ids)].tolist()
-        return generations

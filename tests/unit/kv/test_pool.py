@@ -16,6 +16,7 @@ from neuron_di.errors import ConfigError, PeerGone, StaleIncarnation
 from neuron_di.kv import KvLayout, KvPool, PeerPool, segment_bytes
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import ShmRegion
+from neuron_di_bindings.block_runs import are_words
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 NUM_BLOCKS = 600  # their generations take more than a page
@@ -97,11 +98,11 @@ def test_a_peer_process_sees_blocks_and_generations():
     with owner_process() as (_, connection):
         peer = PeerPool.open(connection.recv(), LAYOUT)
         assert all((block_of(peer, n) == n).all() for n in range(NUM_BLOCKS))
-        assert peer.generations(range(NUM_BLOCKS)) == [0] * NUM_BLOCKS
+        assert are_words(peer.words, range(NUM_BLOCKS), [0] * NUM_BLOCKS)
         for block_ids in ([0, NUM_BLOCKS - 1], [NUM_BLOCKS - 1]):
             connection.send(block_ids)
             assert connection.recv() == "retired"
-        assert peer.generations([0, 1, NUM_BLOCKS - 2, NUM_BLOCKS - 1]) == [1, 0, 0, 2]
+        assert are_words(peer.words, [0, 1, NUM_BLOCKS - 2, NUM_BLOCKS - 1], [1, 0, 0, 2])
 
 
 def shared_files():
@@ -233,9 +234,9 @@ def test_a_closed_pool_keeps_no_memory_whoever_maps_it():
     # Who reads on finds zeros, and that every block was given up.
     assert not block_of(peer, 3).any()
     assert not tensor.any()
-    assert peer.generations(range(NUM_BLOCKS)) == [1] * NUM_BLOCKS
+    assert are_words(peer.words, range(NUM_BLOCKS), [1] * NUM_BLOCKS)
     pool.retire([BlockId(3)])
-    assert peer.generations([3]) == [1]
+    assert are_words(peer.words, [3], [1])
     os.close(fd)
 
 
