@@ -1,4 +1,4 @@
-"""The control connection between the two ends of a pair of devices, and how it is made.
+"""The control connection between the two ends of a pair of devices.
 
 It is a data connection of the TCP engine as far as proof and TLS go: both ends show that they hold
 the secrets which went over the signal link.
@@ -7,16 +7,12 @@ Next: neuron_di/transfer/nrt_frames.py
 """
 
 import select
-import socket
 import ssl
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout
 from neuron_di.transfer.nrt_frames import FRAME_BYTES, Frame, read_frame
-from neuron_di.transfer.tcp_proof import Hello, dial
-from neuron_di.transfer.tcp_stream import Stream, stream_of, tune
-from neuron_di.transfer.tcp_tls import Tls
-from neuron_di.wire import NrtRegion
+from neuron_di.transfer.tcp_stream import Stream
 
 
 class ControlLink:
@@ -62,39 +58,6 @@ class ControlLink:
 
     def close(self) -> None:
         self._stream.close()
-
-
-def dial_link(
-    region: NrtRegion,
-    hello: Hello,
-    *,
-    own_secret: bytes,
-    tls: Tls | None,
-    silence_s: float,
-    deadline: Deadline,
-) -> tuple[ControlLink, int]:
-    """Decode side: (a proved connection, how many bytes the peer's pool has). `own_secret` is the
-    one for this peer. PeerError where that cannot be."""
-    sock: socket.socket | None = None
-    try:
-        left_s = max(deadline.remaining_s(), 1e-3)
-        sock = socket.create_connection((region.host, region.port), timeout=left_s)
-        tune(sock, silence_s)
-        if tls is not None:
-            sock.settimeout(max(deadline.remaining_s(), 1e-3))
-            sock = tls.client.wrap_socket(sock)
-        pool_bytes = dial(
-            sock,
-            hello,
-            decode_secret=own_secret,
-            prefill_secret=region.secret,
-            deadline=deadline,
-        )
-        return ControlLink(stream_of(sock, silence_s)), pool_bytes
-    except BaseException as error:
-        if sock is not None:
-            sock.close()
-        raise why_not(error) from None
 
 
 def why_not(error: BaseException) -> BaseException:

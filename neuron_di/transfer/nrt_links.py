@@ -28,14 +28,14 @@ from neuron_di.transfer.nrt_driver import Driver
 from neuron_di.transfer.nrt_exchange import Exchange, NrtTimes
 from neuron_di.transfer.nrt_frames import READY, Frame
 from neuron_di.transfer.nrt_handshake import Handshake
-from neuron_di.transfer.nrt_link import ControlLink, dial_link, why_not
+from neuron_di.transfer.nrt_link import ControlLink, why_not
 from neuron_di.transfer.nrt_plan import DevicePlan
 from neuron_di.transfer.nrt_poster import Poster
 from neuron_di.transfer.nrt_receiver import NrtReceiver
 from neuron_di.transfer.nrt_sender import NrtSender
 from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove, why_not_served
 from neuron_di.transfer.tcp_proof import Hello, pair_secret
-from neuron_di.transfer.tcp_stream import stream_of
+from neuron_di.transfer.tcp_stream import dial_stream, stream_of
 from neuron_di.transfer.tcp_tls import TlsFiles, latest_of
 from neuron_di.types import Incarnation
 from neuron_di.wire import NrtRegion
@@ -118,23 +118,26 @@ class NrtLinks:
                 decode=self._pool.incarnation,
                 prefill=peer,
             )
-            link, pool_bytes = dial_link(
-                region,
-                hello,
-                own_secret=pair_secret(self._secret, peer),
-                tls=latest_of(self._tls),
-                silence_s=self._times.silence_s,
-                deadline=deadline.earlier_of(Deadline.after(self._times.proof_s)),
-            )
+            link: ControlLink | None = None
             try:
+                stream, pool_bytes = dial_stream(
+                    region,
+                    hello,
+                    own_secret=pair_secret(self._secret, peer),
+                    tls=latest_of(self._tls),
+                    silence_s=self._times.silence_s,
+                    deadline=deadline.earlier_of(Deadline.after(self._times.proof_s)),
+                )
+                link = ControlLink(stream)
                 if pool_bytes != region.num_blocks * self._pool.layout.block_bytes:
                     raise PeerRefused("its pool is not one of as many blocks of this layout")
                 exchange = self._handshake(link, peer, region, deadline).as_decode(pairs)
                 self._keep(peer, "receive", exchange)
                 return exchange
             except BaseException as error:
-                link.shut()
-                link.close()
+                if link is not None:
+                    link.shut()
+                    link.close()
                 raise self._as_peer_error(error) from None
 
     def hear(self, exchange: Exchange, receiver: NrtReceiver) -> None:

@@ -11,7 +11,6 @@ Next: neuron_di/transfer/tcp_receiver.py
 
 import itertools
 import secrets
-import socket
 import ssl
 import threading
 from collections.abc import Callable
@@ -27,10 +26,10 @@ from neuron_di.transfer.data_address import data_address
 from neuron_di.transfer.run_bounds import OwnMemories
 from neuron_di.transfer.tcp_claims import ClaimWatch
 from neuron_di.transfer.tcp_listener import Arrival, TcpListener, prove, why_not_served
-from neuron_di.transfer.tcp_proof import Hello, dial, pair_secret
+from neuron_di.transfer.tcp_proof import Hello, pair_secret
 from neuron_di.transfer.tcp_receiver import TcpReceiver
 from neuron_di.transfer.tcp_sender import TcpSender
-from neuron_di.transfer.tcp_stream import Stream, stream_of, tune
+from neuron_di.transfer.tcp_stream import Stream, dial_stream, stream_of
 from neuron_di.transfer.tcp_tls import latest_of, open_tls
 from neuron_di.transfer.transfer_engine import MOVING_S_MAX, Receive, Send, TransferToken
 from neuron_di.types import Incarnation
@@ -152,28 +151,18 @@ class TcpEngine:
         self._adopt(peer, _Connected(receiver, layout.block_bytes, attempt))
 
     def _dial(self, region: TcpRegion, hello: Hello) -> tuple[Stream, int]:
-        # Each has its time: many to a host that is far away take longer, and it is there, as the
-        # first one shows.
-        deadline = Deadline.after(self._times.proof_s)
-        sock: socket.socket | None = None
         try:
-            left_s = max(deadline.remaining_s(), 1e-3)
-            sock = socket.create_connection((region.host, region.port), timeout=left_s)
-            tune(sock, self._times.silence_s)
-            if self._tls is not None:
-                sock.settimeout(max(deadline.remaining_s(), 1e-3))
-                sock = self._tls.latest().client.wrap_socket(sock)
-            pool_bytes = dial(
-                sock,
+            return dial_stream(
+                region,
                 hello,
-                decode_secret=pair_secret(self._secret, hello.prefill),
-                prefill_secret=region.secret,
-                deadline=deadline,
+                own_secret=pair_secret(self._secret, hello.prefill),
+                tls=latest_of(self._tls),
+                silence_s=self._times.silence_s,
+                # Each has its time: many to a host that is far away take longer, and it is there,
+                # as the first one shows.
+                deadline=Deadline.after(self._times.proof_s),
             )
-            return stream_of(sock, self._times.silence_s), pool_bytes
         except BaseException as error:
-            if sock is not None:
-                sock.close()
             raise _why_not(error) from None
 
     def _adopt(self, peer: Incarnation, connected: _Connected) -> None:

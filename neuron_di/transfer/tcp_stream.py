@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from neuron_di.clock import Deadline
 from neuron_di.errors import PeerGone
+from neuron_di.transfer.tcp_proof import Hello, dial
+from neuron_di.transfer.tcp_tls import Tls
+from neuron_di.wire import NrtRegion, TcpRegion
 from neuron_di_bindings import socket_runs
 
 Array = NDArray[np.int64]
@@ -212,6 +215,37 @@ def stream_of(sock: Any, silence_s: float) -> Stream:
         if isinstance(sock, ssl.SSLSocket):
             return TlsStream(sock, silence_s)
         return Stream(sock, silence_s)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def dial_stream(
+    region: TcpRegion | NrtRegion,
+    hello: Hello,
+    *,
+    own_secret: bytes,
+    tls: Tls | None,
+    silence_s: float,
+    deadline: Deadline,
+) -> tuple[Stream, int]:
+    """Decode side: (a proved connection, how many bytes the peer's pool has). `own_secret` is the
+    one for this peer. OSError where it is not connected, and what `dial` raises."""
+    left_s = max(deadline.remaining_s(), 1e-3)
+    sock = socket.create_connection((region.host, region.port), timeout=left_s)
+    try:
+        tune(sock, silence_s)
+        if tls is not None:
+            sock.settimeout(max(deadline.remaining_s(), 1e-3))
+            sock = tls.client.wrap_socket(sock)
+        pool_bytes = dial(
+            sock,
+            hello,
+            decode_secret=own_secret,
+            prefill_secret=region.secret,
+            deadline=deadline,
+        )
+        return stream_of(sock, silence_s), pool_bytes
     except BaseException:
         sock.close()
         raise

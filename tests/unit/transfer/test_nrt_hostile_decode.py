@@ -8,8 +8,9 @@ from nrt_kit import DECODE, DRIVERS, LAYOUT, PREFILL, NrtTimes, driven_by, two_e
 from neuron_di.clock import Deadline
 from neuron_di.errors import PeerError, PeerGone
 from neuron_di.transfer.nrt_frames import ACCEPT, OFFER, READY, REFUSE, Frame
-from neuron_di.transfer.nrt_link import ControlLink, dial_link
+from neuron_di.transfer.nrt_link import ControlLink
 from neuron_di.transfer.tcp_proof import Hello
+from neuron_di.transfer.tcp_stream import dial_stream
 
 
 @pytest.fixture(autouse=True, params=DRIVERS)
@@ -32,7 +33,7 @@ def hostile_decode(two):
     region = two.prefill.engine.local_region(DECODE)
     own = two.decode.engine.local_region(PREFILL)
     hello = Hello(attempt=1, index=0, num_streams=1, decode=DECODE, prefill=PREFILL)
-    link, _ = dial_link(
+    stream, _ = dial_stream(
         region,
         hello,
         own_secret=own.secret,
@@ -40,7 +41,7 @@ def hostile_decode(two):
         silence_s=5.0,
         deadline=Deadline.after(5.0),
     )
-    with closing(link):
+    with closing(ControlLink(stream)) as link:
         yield link
 
 
