@@ -18,6 +18,7 @@ from neuron_di.errors import ConfigError
 from neuron_di.obs import LaunchReport, get_logger
 from neuron_di.own_folder import OwnFolder
 from neuron_di_proxy.siblings import SiblingPlace, is_silent
+from neuron_di_proxy.tenant import share_of
 
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0  # beside the drain
@@ -133,12 +134,8 @@ def part_of(options: ProxyOptions) -> ProxyOptions:
     front, limits, num = options.front, options.limits, options.front.processes
     limits = replace(
         limits,
-        requests_max=None if limits.requests_max is None else _part(limits.requests_max, num),
-        queue_max=None if limits.queue_max is None else -(-limits.queue_max // num),
+        requests_max=share_of(limits.requests_max, num),
+        queue_max=share_of(limits.queue_max, num),
     )
-    front = replace(front, connections_max=_part(front.connections_max, num))
+    front = replace(front, connections_max=-(-front.connections_max // num))
     return replace(options, front=front, limits=limits)
-
-
-def _part(whole: int, num: int) -> int:
-    return max(1, -(-whole // num))

@@ -40,17 +40,16 @@ class Tenant:
 
     def part(self, num_processes: int) -> "Tenant":
         """What one of several processes may give the tenant, at least one of everything."""
-        if num_processes == 1:
-            return self
         return replace(
             self,
-            requests_max=_part(self.requests_max, num_processes),
-            requests_per_minute=_part(self.requests_per_minute, num_processes),
-            tokens_per_minute=_part(self.tokens_per_minute, num_processes),
+            requests_max=share_of(self.requests_max, num_processes),
+            requests_per_minute=share_of(self.requests_per_minute, num_processes),
+            tokens_per_minute=share_of(self.tokens_per_minute, num_processes),
         )
 
 
-def _part(whole: int | None, num: int) -> int | None:
+def share_of(whole: int | None, num: int) -> int | None:
+    """One of `num` shares, rounded up. None is no limit, and stays one."""
     return None if whole is None else -(-whole // num)
 
 
