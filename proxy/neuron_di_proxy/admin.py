@@ -292,7 +292,8 @@ class Admin:
             await asyncio.sleep(LOOK_S)
         while True:
             try:
-                outcome = await self._outcome_of(new)
+                async with AdminLink(new) as link:
+                    outcome = await link.outcome()
                 break
             except PeerError as error:
                 if deadline.has_passed() or not await self._is_process_there(new):
@@ -340,16 +341,9 @@ class Admin:
         """Whether somebody listens at its address; during the change nobody answers there."""
         try:
             await self._workers.status(record, LOOK_S)
-        except PeerGone:
-            return False
-        except PeerError:
-            return True
+        except PeerError as error:
+            return not isinstance(error, PeerGone)
         return True
-
-    async def _outcome_of(self, record: WorkerRecord) -> RoleOutcome | None:
-        """What it says of its last change. Raises a PeerError if it says nothing."""
-        async with AdminLink(record) as link:
-            return await link.outcome()
 
     async def _tested(self, new: WorkerRecord) -> Lines:
         """Wait until a hand-over with any partner was tried, and worked."""

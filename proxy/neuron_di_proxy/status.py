@@ -53,9 +53,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def shown_state(self) -> str:
         """The worker's own word, unless the proxy knows better."""
-        if self.is_shunned:
-            return self.health
-        if self.health == "vanished":
+        if self.is_shunned or self.health == "vanished":
             return self.health
         return "unreachable" if self.status is None else self.status.record.state
 
