@@ -35,7 +35,8 @@ class KvIdentity:
     def seed(self) -> int:
         """64 bits that differ for any other identity."""
         # Each field with its length: no two identities write the same bytes.
-        fields = b"".join(b"%d:%b" % (len(text), text) for text in map(_encoded, astuple(self)))
+        texts = [str(field).encode() for field in astuple(self)]
+        fields = b"".join(b"%d:%b" % (len(text), text) for text in texts)
         return int.from_bytes(hashlib.sha256(fields).digest()[:8], "little")
 
 
@@ -115,7 +116,3 @@ def _used_digest(
     for rank in ranks[:: layout.num_replicas]:
         state.update(np.ascontiguousarray(rank[:, :used_bytes]).data)
     return state.intdigest()
-
-
-def _encoded(field: object) -> bytes:
-    return str(field).encode()
