@@ -3,7 +3,7 @@
 With TRITON_INTERPRET=1 nothing is computed on a GPU: tensors lie in the host's memory, kernels run
 in Triton's interpreter, and the pool's "device" is the CUDA runtime's simulator. This is for tests.
 
-So far this has run in that way only.
+Run on one GPU so far (docs/cuda.md).
 """
 
 import contextlib
