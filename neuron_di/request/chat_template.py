@@ -229,10 +229,13 @@ class ChatTemplate:
 
     def check_taken(self, name: str, value: Any) -> list[dict[str, Any]] | None:
         """The client's JSON of the variable `name`, a list of objects. Raises BadRequest."""
-        checked = _check_objects(name, value)
-        if checked and name not in self._variables:
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise BadRequest(f"{name} must be a list of objects", param=name)
+        if value and name not in self._variables:
             raise BadRequest(f"this model's chat template takes no {name}", param=name)
-        return checked
+        return value
 
     def _check_kwargs(self, kwargs: Any, reasoning_effort: str | None) -> dict[str, Any]:
         """Variables of this template, and none that is ours to set."""
@@ -269,14 +272,6 @@ def _broken_calls(messages: list[dict[str, Any]]) -> str:
             if isinstance(call["function"]["arguments"], str):
                 return f"messages[{index}].tool_calls"
     return ""
-
-
-def _check_objects(name: str, value: Any) -> list[dict[str, Any]] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise BadRequest(f"{name} must be a list of objects", param=name)
-    return value
 
 
 def _mark_end(message: dict[str, Any]) -> str:
