@@ -108,16 +108,8 @@ def refusal_of(message: str) -> str:
 
 def check_expression(expression: str, *, param: str) -> None:
     """Refuse a regular expression that would keep the library at work."""
-    if len(expression) > EXPRESSION_CHARS_MAX:
-        raise BadRequest(
-            f"the expression is longer than {EXPRESSION_CHARS_MAX} characters", param=param
-        )
-    if _nested_repeats(expression) > REPEATS_MAX:
-        raise BadRequest(
-            f"the expression repeats something more than {REPEATS_MAX} times", param=param
-        )
-    if _has_operation(expression):
-        raise BadRequest(f"the expression {_OPERATES}", param=param)
+    if fault := _fault_of(expression):
+        raise BadRequest(f"the expression {fault}", param=param)
 
 
 def expression_refusal_of(message: str) -> str:
@@ -219,14 +211,16 @@ def _is_power_of_ten(number: int) -> bool:
 
 def _check_expressions(expressions: Iterable[Any], param: str) -> None:
     for expression in expressions:
-        if not isinstance(expression, str):
-            continue
-        if len(expression) > EXPRESSION_CHARS_MAX:
-            _refuse(f"a `pattern` is longer than {EXPRESSION_CHARS_MAX} characters", param)
-        if _nested_repeats(expression) > REPEATS_MAX:
-            _refuse(f"a `pattern` repeats something more than {REPEATS_MAX} times", param)
-        if _has_operation(expression):
-            _refuse(f"a `pattern` {_OPERATES}", param)
+        if isinstance(expression, str) and (fault := _fault_of(expression)):
+            _refuse(f"a `pattern` {fault}", param)
+
+
+def _fault_of(expression: str) -> str:
+    if len(expression) > EXPRESSION_CHARS_MAX:
+        return f"is longer than {EXPRESSION_CHARS_MAX} characters"
+    if _nested_repeats(expression) > REPEATS_MAX:
+        return f"repeats something more than {REPEATS_MAX} times"
+    return _OPERATES if _has_operation(expression) else ""
 
 
 def _has_operation(expression: str) -> bool:
