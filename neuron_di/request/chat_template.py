@@ -44,6 +44,7 @@ _PROBE = "shown-by-the-template"
 _ASK = {"role": "user", "content": "a"}
 _AS_OBJECT = {_PROBE: 1}  # a call's arguments
 _AS_TEXT = json.dumps(_AS_OBJECT)
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 _END_MARK = "<end-of-final-message> "  # with a space, which shows whether contents are trimmed
 
 
@@ -112,7 +113,7 @@ class ChatTemplate:
         continued = _mark_end(checked[-1]) if extras.continue_final_message else None
         variables = {
             "messages": checked,
-            "tools": self.check_taken("tools", extras.tools) or None,
+            "tools": self._completed(self.check_taken("tools", extras.tools)),
             "documents": self.check_taken("documents", extras.documents),
             "add_generation_prompt": extras.add_generation_prompt,
             **self._check_kwargs(extras.template_kwargs, extras.reasoning_effort),
@@ -220,10 +221,16 @@ class ChatTemplate:
         )
         return takes_text and not takes_object
 
-    def _shows(self, *messages: dict[str, Any], or_else: bool = True) -> bool:
+    def _shows(
+        self,
+        *messages: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        or_else: bool = True,
+    ) -> bool:
         """Whether the probe in these is in the text; `or_else`: where there is no text."""
+        variables = {"messages": list(messages)} | ({} if tools is None else {"tools": tools})
         try:
-            return _PROBE in self._generate(None, {"messages": list(messages)})
+            return _PROBE in self._generate(None, variables)
         except BadRequest:  # as a rule it says itself what it does not take
             return or_else
 
@@ -236,6 +243,23 @@ class ChatTemplate:
         if value and name not in self._variables:
             raise BadRequest(f"this model's chat template takes no {name}", param=name)
         return value
+
+    def _completed(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """The tools as a template reads them: clients may leave out more than some can bear."""
+        if not tools:
+            return None
+        description = {"description": ""} if self._needs_description else {}
+        return [_complete(tool, description) for tool in tools]
+
+    @cached_property
+    def _needs_description(self) -> bool:
+        """Whether a tool without one cannot be shown, and one with an empty one can."""
+        tool = {"type": "function", "function": {"name": _PROBE, "parameters": _NO_PARAMETERS}}
+        shown = (
+            self._shows(_ASK, tools=[_complete(tool, more)], or_else=False)
+            for more in ({}, {"description": ""})
+        )
+        return not next(shown) and next(shown)
 
     def _check_kwargs(self, kwargs: Any, reasoning_effort: str | None) -> dict[str, Any]:
         """Variables of this template, and none that is ours to set."""
@@ -263,6 +287,20 @@ def _called(content: str | None, arguments: Any) -> dict[str, Any]:
     function = {"name": _PROBE, "arguments": arguments}
     call = {"id": "callcall1", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _complete(tool: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """A tool with what a client may leave out, by OpenAI's API, and `more` where it has none.
+
+    A function without parameters is one that takes none: templates read their `properties`, and
+    models were trained on tools that have some.
+    """
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    said = {**more, **{key: value for key, value in function.items() if value is not None}}
+    said["parameters"] = said.get("parameters") or _NO_PARAMETERS
+    return {**tool, "function": said}
 
 
 def _broken_calls(messages: list[dict[str, Any]]) -> str:

@@ -29,7 +29,7 @@ from neuron_di_proxy.tokenize import forward_tokenize
 from neuron_di_proxy.worker_client import WorkerClient
 
 ASK = {"role": "user", "content": "hi"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ from datetime import UTC, datetime
 
 import jinja2
 import pytest
+from chat_styles import STYLES
 from tokenizer_kit import CHAT_TEMPLATE, KINDS, write_folder
 from transformers import AutoTokenizer
 
@@ -272,3 +273,43 @@ def test_a_call_that_broke_is_named_where_the_template_cannot_show_it():
 def test_a_key_that_no_role_has_is_not_said_to_be_anothers(key, words):
     with pytest.raises(BadRequest, match=rf"messages\[0\]\.{key} is not {words}"):
         ChatTemplate("", {}).render([{"role": "assistant", "content": "x", key: "no"}])
+
+
+# As Hermes 2 Pro's, which names each field of `properties`, and puts the description in words.
+SIGNATURES = (
+    "{% for tool in tools %}{{ tool.function.name }}("
+    "{% for name, field in tool.function.parameters.properties.items() %}"
+    "{{ name }}: {{ field.type }}{% endfor %})"
+    "{{ ' - ' + tool.function.description + '\n' }}{% endfor %}{{ messages[0].content }}"
+)
+TAKING_TOOLS = {"signatures": SIGNATURES, **{n: s for n, s in STYLES.items() if "tools" in s}}
+NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize("style", TAKING_TOOLS)
+@pytest.mark.parametrize("said", [{}, {"parameters": None}, {"parameters": {}}], ids=str)
+def test_a_tool_without_parameters_is_shown_as_one_that_takes_none(tmp_path, style, said):
+    write_folder(tmp_path, "byte_level", chat_template=TAKING_TOOLS[style])
+    function = {"name": "now", "description": "The time."}
+    whole = {"type": "function", "function": {**function, "parameters": NO_PARAMETERS}}
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        CHATS[0], tools=[whole], tokenize=False, add_generation_prompt=True
+    )
+    tools = [{"type": "function", "function": function | said}]
+    before = json.dumps(tools)
+    assert Tokenizer.load(tmp_path).render_chat(CHATS[0], ChatExtras(tools=tools)) == expected
+    assert before == json.dumps(tools), "a client's tools are not changed"
+
+
+@pytest.mark.parametrize("said", [{}, {"description": None}], ids=str)
+def test_a_tool_without_description_has_an_empty_one_only_where_a_template_needs_it(said):
+    tools = [{"type": "function", "function": {"name": "now", **said}}]
+    shown = {
+        source: ChatTemplate(source, {}).render(CHATS[0], ChatExtras(tools=tools))
+        for source in (SIGNATURES, "{{ tools | tojson }}")
+    }
+    function = {"name": "now", "parameters": NO_PARAMETERS}
+    assert list(shown.values()) == [
+        "now() - \nhello",
+        json.dumps([{"type": "function", "function": function}]),
+    ]

@@ -23,7 +23,7 @@ from neuron_di.worker.prompts import BRACKETS_MAX, LONG_BYTES, PromptReader
 
 CONTEXT = 3000
 ASK = {"role": "user", "content": "hi there"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
