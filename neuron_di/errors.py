@@ -77,9 +77,18 @@ class BadRequest(ClientError):
 
 
 class ContextExceeded(BadRequest):
-    """Raised when a prompt, or it and its answer, are longer than the model's context."""
+    """Raised when a prompt, or it and its answer, are longer than the model's context.
+
+    Its message begins with OpenAI's words: clients that shorten a chat, or ask another model,
+    know this error by them.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(self, context_tokens: int, words: str, *, param: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {context_tokens} tokens: {words}", param=param
+        )
 
 
 class Unauthorized(ClientError):

@@ -40,8 +40,8 @@ def resolve_max_tokens(
     room = context_tokens - num_prompt
     if room < 1:
         raise ContextExceeded(
-            f"the prompt has {num_prompt} tokens, the context holds {context_tokens}, "
-            "of which at least 1 is for the answer",
+            context_tokens,
+            f"the prompt has {num_prompt}, and at least 1 is for the answer",
             param=param,
         )
     max_tokens = room if params.max_tokens is None else params.max_tokens
@@ -50,8 +50,8 @@ def resolve_max_tokens(
     if max_tokens > room:
         name = params.max_tokens_param
         raise ContextExceeded(
-            f"the prompt has {num_prompt} tokens and {name} is {max_tokens}, the context "
-            f"holds {context_tokens}: {name} can be at most {room}",
+            context_tokens,
+            f"the prompt has {num_prompt} and {name} is {max_tokens}, which can be at most {room}",
             param=name,
         )
     check_min_tokens(params, max_tokens)

@@ -175,8 +175,7 @@ class PromptReader:
         if isinstance(ids, list) and len(ids) > self.context_tokens:
             if options.keep_last_tokens is None:
                 raise ContextExceeded(
-                    f"the prompt has {len(ids)} tokens, the context holds {self.context_tokens}",
-                    param="prompt",
+                    self.context_tokens, f"the prompt has {len(ids)}", param="prompt"
                 )
             ids = ids[-self.context_tokens :]
         return self.checked_ids(ids, "prompt")
@@ -188,8 +187,8 @@ class PromptReader:
             return text
         if options.keep_last_tokens is None:
             raise ContextExceeded(
-                f"the prompt is longer than {bytes_max} bytes, which are more tokens than the "
-                f"{self.context_tokens} of the context",
+                self.context_tokens,
+                f"the prompt is longer than {bytes_max} bytes, which are more",
                 param=param,
             )
         return text[-bytes_max:]

@@ -195,7 +195,7 @@ def _check_fits(prompt: msgspec.Raw, traits: ModelTraits) -> None:
     num_prompt = _num_ids(prompt)
     if num_prompt >= traits.context_tokens:
         raise ContextExceeded(
-            f"the prompt has {num_prompt} tokens, the context holds {traits.context_tokens}, "
-            "of which at least 1 is for the answer",
+            traits.context_tokens,
+            f"the prompt has {num_prompt}, and at least 1 is for the answer",
             param="prompt",
         )

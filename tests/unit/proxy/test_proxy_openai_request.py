@@ -350,7 +350,7 @@ def test_token_ids_beyond_every_context_reach_no_worker():
     longest = TRAITS.context_tokens - 1
     assert completion(prompt=[1] * longest).num_choices == 1
     for prompt in ([1] * (longest + 1), [[1], [1] * (longest + 1)]):
-        with pytest.raises(BadRequest, match="512 tokens, the context holds 512") as error:
+        with pytest.raises(BadRequest, match="length is 512 tokens: the prompt has 512,") as error:
             completion(prompt=prompt)
         assert error.value.param == "prompt"
     assert completion(prompt=[1] * 9999, truncate_prompt_tokens=5).options.keep_last_tokens == 5

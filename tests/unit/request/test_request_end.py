@@ -31,13 +31,13 @@ def test_a_limit_that_nobody_asked_for_is_cut_to_the_context(max_tokens, resolve
     ("params", "num_prompt", "words", "field"),
     [
         (SamplingParams(), 0, "empty", "prompt"),
-        (SamplingParams(max_tokens=1), 10, "has 10 tokens, the context holds 10", "prompt"),
-        (SamplingParams(max_tokens=None), 99, "has 99 tokens, the context holds 10", "prompt"),
-        (SamplingParams(max_tokens=7), 4, "max_tokens can be at most 6", "max_tokens"),
+        (SamplingParams(max_tokens=1), 10, "the prompt has 10,", "prompt"),
+        (SamplingParams(max_tokens=None), 99, "the prompt has 99,", "prompt"),
+        (SamplingParams(max_tokens=7), 4, "max_tokens is 7, which can be at most 6", "max_tokens"),
         (
             SamplingParams(max_tokens=7, max_tokens_param="max_completion_tokens"),
             4,
-            "max_completion_tokens is 7.* max_completion_tokens can be at most 6",
+            "max_completion_tokens is 7, which can be at most 6",
             "max_completion_tokens",
         ),
         (SamplingParams(max_tokens=None, min_tokens=7), 4, "more than the 6", "min_tokens"),
@@ -47,9 +47,12 @@ def test_what_does_not_fit_is_refused_with_the_numbers(params, num_prompt, words
     with pytest.raises(BadRequest, match=words) as caught:
         resolve_max_tokens(params, num_prompt, 10)
     assert caught.value.param == field
-    # By this code clients know that a shorter prompt would do.
-    is_too_long = "context" in caught.value.message
+    # By this code, and by OpenAI's words, clients know that a shorter prompt would do.
+    is_too_long = caught.value.message.startswith(
+        "This model's maximum context length is 10 tokens: "
+    )
     assert (caught.value.code == "context_length_exceeded") == is_too_long
+    assert is_too_long == ("prompt has" in caught.value.message)
 
 
 def run(text, eos_token_ids=(EOS,), **fields):

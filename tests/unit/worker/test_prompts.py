@@ -151,7 +151,7 @@ def test_of_a_long_prompt_the_last_tokens_are_kept(reader: PromptReader) -> None
     assert read(reader, leg_of(ids, keep_last_tokens=101)).prompt_ids == ids
     long = ids * 40
     assert read(reader, leg_of(long, keep_last_tokens=50)).prompt_ids == long[-50:]
-    assert "the context holds" in refusal(reader, leg_of(long)).message
+    assert "maximum context length" in refusal(reader, leg_of(long)).message
     chat = leg_of([ASK | {"content": "hi " * CONTEXT}], "chat")
     for leg, param in ((leg_of(long), "prompt"), (chat, "messages")):
         error = refusal(reader, leg)
@@ -194,7 +194,7 @@ def test_what_cannot_fit_the_context_is_not_tokenised(
             with pytest.raises(BadRequest):
                 reader.read_prompt(endpoint, raw(prompt), PromptOptions())
     assert encoded == []
-    assert "the context holds" in refusal(reader, leg_of(fits)).message
+    assert "maximum context length" in refusal(reader, leg_of(fits)).message
     assert [length for length, _ in encoded] == [num_bytes]
 
 
@@ -208,7 +208,7 @@ def test_of_a_text_that_is_cut_only_the_end_is_tokenised(
 
 
 def test_ids_that_cannot_fit_are_not_looked_at(reader: PromptReader) -> None:
-    assert "the context holds" in refusal(reader, leg_of([-1] * (CONTEXT + 1))).message
+    assert "maximum context length" in refusal(reader, leg_of([-1] * (CONTEXT + 1))).message
     ids = [-1, *range(100, 100 + 2), *[7] * (CONTEXT - 2)]
     assert read(reader, leg_of(ids, keep_last_tokens=9)).prompt_ids == [7] * 9
 
