@@ -15,7 +15,7 @@ from neuron_di.doctor.etcd_door import Door, knock
 from neuron_di.doctor.finding import Fact, Finding
 from neuron_di.errors import NeuronDiError, PeerGone, PeerTimeout, RemoteProtocolError
 from neuron_di.etcd.client import EtcdClient, MemberStatus
-from neuron_di.etcd.failures import NoSpace, PermissionDenied
+from neuron_di.etcd.failures import CorruptData, NoSpace, PermissionDenied
 from neuron_di.etcd.key_value import KeyRange
 from neuron_di.etcd.security import Security
 
@@ -132,6 +132,8 @@ def _mend_of(error: NeuronDiError) -> str:
         return "Grant our user a role for the prefix: examples/certificates/make_users.sh."
     if isinstance(error, NoSpace):
         return "Do so, and let it compact by itself: --auto-compaction-retention (docs/etcd.md)."
+    if isinstance(error, CorruptData):
+        return "Do so: stop that member, remove it, and add it with an empty folder of data."
     if isinstance(error, PeerTimeout | PeerGone):
         return "Look whether more than half of its members run, and at the load of their disks."
     if isinstance(error, RemoteProtocolError):

@@ -1,7 +1,8 @@
 """Calls to whichever member of etcd answers, again until a deadline, with a token that is good.
 
 try -> answered
-    -> unreachable, late     another member, after a pause once all were tried
+    -> unreachable, late,    another member, after a pause once all were tried
+       not understood
     -> token refused         authenticate once per call, then the same member
     -> refused               the caller's error
 """

@@ -19,6 +19,7 @@ _NO_TOKEN = (
     "revision of auth store is old",  # users or roles were changed meanwhile
 )
 _NO_SPACE = "database space exceeded"
+_CORRUPT = "corrupt cluster"
 _TOO_LARGE = "received message larger than max"
 # What etcd says, under any code, when it gave up in the middle of it.
 _GAVE_UP = ("context deadline exceeded", "context canceled", "proposal dropped", "timed out")
@@ -56,6 +57,10 @@ class PermissionDenied(PeerRefused):
 
 class NoSpace(PeerRefused):
     """Raised when etcd's disk quota is used up, and it takes no writes."""
+
+
+class CorruptData(PeerRefused):
+    """Raised when etcd found that its members do not agree on what they store."""
 
 
 class AnswerTooLarge(RemoteProtocolError):
@@ -103,7 +108,11 @@ def failure_of(code: grpc.StatusCode, details: str | None, endpoint: str) -> Fai
         gone = PeerGone(f"etcd at {endpoint} cannot be reached: {words}{_hint(lower)}")
         was_sent = not any(each in lower for each in _NOT_SENT)
         return Failure(gone, Mend.ANOTHER_TRY, may_have_happened=was_sent)
-    return Failure(_refusal(code, words, endpoint))
+    error = _refusal(code, words, endpoint)
+    if type(error) is RemoteProtocolError:  # of this member: the others may be well
+        was_sent = code is not _Code.UNIMPLEMENTED
+        return Failure(error, Mend.ANOTHER_TRY, may_have_happened=was_sent)
+    return Failure(error)
 
 
 def _refusal(code: grpc.StatusCode, words: str, endpoint: str) -> PeerError:
@@ -114,6 +123,11 @@ def _refusal(code: grpc.StatusCode, words: str, endpoint: str) -> PeerError:
         return NoSpace(
             "etcd has no space left and takes no writes (alarm NOSPACE): compact and defragment "
             "it or raise its --quota-backend-bytes, then `etcdctl alarm disarm`"
+        )
+    if _CORRUPT in lower:
+        return CorruptData(
+            "etcd found its data corrupt and takes no writes (alarm CORRUPT): replace the member "
+            "that `etcdctl alarm list` names, then `etcdctl alarm disarm`"
         )
     if code is _Code.OUT_OF_RANGE and "compacted" in lower:
         return HistoryGone("etcd has compacted this revision")

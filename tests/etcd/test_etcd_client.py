@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+import grpc
 import pytest
 import uvloop
 from etcd_kit import DEADLINE_S, PASSWORD, certificates, fill, running_etcd
@@ -350,6 +351,32 @@ async def test_what_is_no_etcd_is_named():
     async with EtcdClient(["no-such-host.invalid:2379"], call_timeout_s=0.5) as client:
         with pytest.raises((PeerGone, PeerTimeout), match="no-such-host"):
             await client.get(b"/")
+
+
+async def test_a_member_that_is_something_else_is_passed_over():
+    """Another service has its port: what that says of a method it does not know is no answer."""
+    async with contextlib.AsyncExitStack() as stack:
+        other = grpc.aio.server()
+        address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
+        stack.push_async_callback(other.stop, None)
+        await other.start()
+        etcd = await stack.enter_async_context(running_etcd())
+        addresses = [address, *etcd.addresses]
+        async with EtcdClient(addresses) as client:
+            assert (await client.txn([], [])).succeeded
+        async with EtcdClient(addresses) as client:
+            lease = await client.grant(10)
+            await client.put(OURS, b"one", lease=lease)
+        async with EtcdClient(addresses) as client:
+            assert await client.keep_alive(lease) == 10
+        async with (
+            EtcdClient(addresses) as client,
+            Watching(EtcdRegistry(client, "/neuron-di")) as seen,
+        ):
+            await seen.until(lambda: seen.view == {KEY: b"one"})
+        async with EtcdClient([address], call_timeout_s=0.5) as client:
+            with pytest.raises(RemoteProtocolError, match="does not answer as etcd does"):
+                await client.get(OURS)
 
 
 async def test_a_call_ends_at_its_deadline_and_a_transaction_is_not_sent_twice():

@@ -6,6 +6,7 @@ import pytest
 from neuron_di.errors import PeerGone, PeerRefused, PeerTimeout, RemoteProtocolError
 from neuron_di.etcd.failures import (
     AnswerTooLarge,
+    CorruptData,
     HistoryGone,
     Mend,
     NoSpace,
@@ -36,8 +37,10 @@ Code = grpc.StatusCode
         (Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 8)",
          AnswerTooLarge, "NOTHING", False),
         (Code.INVALID_ARGUMENT, "key is not provided", PeerRefused, "NOTHING", False),
-        (Code.UNIMPLEMENTED, "unknown service", RemoteProtocolError, "NOTHING", False),
-        (Code.INTERNAL, None, RemoteProtocolError, "NOTHING", False),
+        (Code.UNIMPLEMENTED, "unknown service", RemoteProtocolError, "ANOTHER_TRY", False),
+        (Code.INTERNAL, None, RemoteProtocolError, "ANOTHER_TRY", True),
+        (Code.UNKNOWN, "raft: stopped", RemoteProtocolError, "ANOTHER_TRY", True),
+        (Code.DATA_LOSS, "etcdserver: corrupt cluster", CorruptData, "NOTHING", False),
     ],
 )  # fmt: skip
 def test_failures(code, details, kind, mend, may_have_happened):
