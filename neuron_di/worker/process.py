@@ -191,6 +191,7 @@ class _Process:
         self._registry = registry
         self._num_assembled = 0
         self._worker: Worker | None = None
+        self._announcer: Announcer | None = None  # of the worker, while it has one
 
     def busy_since_s(self) -> float | None:
         """As the worker of the present epoch says."""
@@ -219,6 +220,8 @@ class _Process:
         """Raise RoleImpossible where this process cannot take a role."""
         if self._options.static_peer is not None:
             raise RoleImpossible("this worker is bound to one partner by --static-peer")
+        if self._announcer is not None and (reason := self._announcer.trouble()):
+            raise RoleImpossible(f"it could not tell the registry of another role: {reason}")
         if reason := why_impossible(self._model, role):
             raise RoleImpossible(reason)
 
@@ -244,7 +247,11 @@ class _Process:
                 worker, self._registry, addresses=options.addresses, keep_s=keep_s_for(ttl_s)
             ),
         ):
-            yield announcer
+            self._announcer = announcer
+            try:
+                yield announcer
+            finally:
+                self._announcer = None  # it knows this worker, and so its pool
 
     def _tell_unannounced(self, reason: str) -> None:
         if self._options.parent_pid is not None:

@@ -1,5 +1,6 @@
 """What a worker refuses before it loads anything."""
 
+import asyncio
 import socket
 import threading
 from contextlib import asynccontextmanager
@@ -13,8 +14,9 @@ from neuron_di.config import (
     TransferOptions,
     WorkerOptions,
 )
-from neuron_di.errors import CheckpointError, ConfigError, PeerTimeout
+from neuron_di.errors import CheckpointError, ConfigError, PeerRefused, PeerTimeout
 from neuron_di.worker import load_model, process, run_worker
+from neuron_di.worker.orders import RoleImpossible
 from neuron_di.worker.server import bind
 
 
@@ -153,6 +155,37 @@ async def test_peers_are_kept_as_long_as_the_proxy_keeps_them(monkeypatch, ttl_s
     async with process._Process(options, None, None, nobody).announced(nobody):
         pass
     assert asked == [keep_s]
+
+
+async def test_no_role_is_taken_while_the_registry_takes_no_record(monkeypatch):
+    """As of an etcd without space: in its role the worker is known, in another nobody would be."""
+
+    @asynccontextmanager
+    async def following(*_, **__):
+        yield
+
+    class Full:
+        async def grant(self, ttl_s):
+            raise PeerRefused("no space left")
+
+        def record(self):
+            raise AssertionError("nothing was granted")
+
+    monkeypatch.setattr(process, "following_peers", following)
+    monkeypatch.setattr(process, "why_impossible", lambda *_: "")
+    full = Full()
+    own = process._Process(WorkerOptions(model="none", role="decode"), None, None, full)
+    own.check_role("prefill")
+    async with own.announced(full) as announcer:
+        own.check_role("prefill")
+        async with asyncio.timeout(30):
+            while not announcer.trouble():  # noqa: ASYNC110 - it is soon
+                await asyncio.sleep(0.01)
+        with pytest.raises(
+            RoleImpossible, match="could not tell the registry of another role: no space left"
+        ):
+            own.check_role("prefill")
+    own.check_role("prefill")  # that worker has ended
 
 
 async def test_a_worker_has_what_grammars_need_before_it_serves(llama_folder):
