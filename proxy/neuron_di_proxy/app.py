@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, WebsocketScope
-from msgspec import structs
 from quart import Quart, Request, Response
 from quart import request as current_request
 from quart.asgi import ASGIHTTPConnection
@@ -206,11 +205,8 @@ class Proxy(Quart):
 
     async def status(self) -> Response:
         service = self.service
-        report, siblings = await asyncio.gather(
-            report_status(service.admission, service.client, service.health, service.pairs),
-            self.siblings.statuses(),
-        )
-        return _json_response(structs.replace(report, siblings=siblings))
+        reporting = report_status(service.admission, service.client, service.health, service.pairs)
+        return _json_response(await self.siblings.completed(reporting))
 
     async def metrics(self) -> Response:
         return Response(await self.siblings.metrics(), content_type=CONTENT_TYPE)

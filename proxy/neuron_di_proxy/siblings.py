@@ -6,17 +6,18 @@ length in one line and then itself; it is empty for what is not known.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import msgspec
+from msgspec import structs
 
 from neuron_di.wire import WorkerRecord
 from neuron_di_proxy.receipts import Receipt
 from neuron_di_proxy.service import Service
-from neuron_di_proxy.status import ProxyStatus, report_proxy
+from neuron_di_proxy.status import ProxyStatus, StatusReport, report_proxy
 
 ANSWER_TIMEOUT_S = 2.0
 QUESTION_BYTES_MAX = 1024
@@ -42,7 +43,7 @@ class SiblingPlace:
 class Siblings:
     """Answers the other processes while entered, and asks them. Without a place there are none.
 
-    A process that does not answer in time is left out: it is being started again.
+    A process that does not answer in time is left out: it hangs, or is being started again.
     """
 
     def __init__(self, service: Service, place: SiblingPlace | None) -> None:
@@ -72,6 +73,16 @@ class Siblings:
         """How the other processes are."""
         answers = await self._ask_all("status")
         return [_status_decoder.decode(answer) for answer in answers.values()]
+
+    async def completed(self, reporting: Awaitable[StatusReport]) -> StatusReport:
+        """This process's report, with how the others are and how many of them do not say so."""
+        report, statuses = await asyncio.gather(reporting, self.statuses())
+        num_processes = 1 if self._place is None else self._place.num_processes
+        num_silent, remarks = num_processes - 1 - len(statuses), report.remarks
+        if num_silent:
+            words = f"no answer from {num_silent} of this proxy's {num_processes} processes"
+            remarks = [*remarks, f"{words}: frozen, or being started again"]
+        return structs.replace(report, siblings=statuses, remarks=remarks)
 
     async def receipt(self, answer_id: str) -> Receipt | None:
         """The receipt of an answer that any process gave; None where none has it."""

@@ -26,6 +26,7 @@ from neuron_di_proxy.siblings import (
     join_metrics,
     workers_known_to_others,
 )
+from neuron_di_proxy.status import StatusReport, report_proxy
 from neuron_di_proxy.tenant import Tenant
 
 TEXT = b"""\
@@ -136,6 +137,22 @@ async def test_how_the_others_are(processes):
     their_service.admission.drain()
     statuses = await ours.statuses()
     assert [status.is_draining for status in statuses] == [True]
+
+
+async def test_who_gives_no_answer_is_missed_in_the_report(processes):
+    """One that is frozen still gets connections: it must not just be in no list."""
+    (our_service, ours), _ = processes
+
+    async def reporting():
+        proxy = report_proxy(our_service.admission)
+        return StatusReport(proxy=proxy, workers=[], remarks=["first"])
+
+    report = await ours.completed(reporting())
+    assert len(report.siblings) == 1
+    words = "no answer from 1 of this proxy's 3 processes: frozen, or being started again"
+    assert report.remarks == ["first", words]
+    async with Siblings(our_service, None) as alone:
+        assert await alone.completed(reporting()) == await reporting()
 
 
 async def test_one_that_was_started_again_learns_whom_the_others_know(processes, tmp_path):
