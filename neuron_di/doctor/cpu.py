@@ -48,7 +48,7 @@ def _kernels() -> Finding:
     words = f"the compiled CPU kernels load, and use {best}"
     facts = {"instruction_sets": list(kernels.isas)}
     if best == "plain":
-        words += ": this processor has neither AVX2 nor AVX-512, so --device cpu is slow"
+        words += ": this processor lacks AVX2, FMA or F16C, so --device cpu is slow"
         return Finding.note("cpu.kernels", words, facts=facts)
     return Finding.ok("cpu.kernels", words, facts=facts)
 

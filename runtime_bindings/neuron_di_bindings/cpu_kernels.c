@@ -18,6 +18,7 @@
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 #ifdef _OPENMP
@@ -179,19 +180,35 @@ static StepFunction *const step_functions[][3] = {
 #endif
 };
 
-/* The number of instruction sets that this machine can run, and so 1 + the best one's index. */
-int64_t num_isas(void) {
+enum { HAS_AVX2 = 1, HAS_FMA = 2, HAS_F16C = 4, HAS_AVX512 = 8 };
+
+/* What this processor has of it. */
+static int64_t features(void) {
 #if defined(__x86_64__)
+    unsigned a, b, c, d;
+    /* By itself: not every compiler's __builtin_cpu_supports knows the name. */
+    const int has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 1;
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-               ? 3
-               : 2;
+    const int has_avx512 =
+        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return (__builtin_cpu_supports("avx2") ? HAS_AVX2 : 0) |
+           (__builtin_cpu_supports("fma") ? HAS_FMA : 0) | (has_f16c ? HAS_F16C : 0) |
+           (has_avx512 ? HAS_AVX512 : 0);
 #else
-    return 1;
+    return 0;
 #endif
 }
+
+/* The number of instruction sets that run with these features, and so 1 + the best one's index. */
+int64_t num_isas_with(int64_t features) {
+    const int64_t avx2 = HAS_AVX2 | HAS_FMA | HAS_F16C; /* TARGETs, of which avx512's has all */
+    if ((features & avx2) != avx2) return 1;
+    return features & HAS_AVX512 ? 3 : 2;
+}
+
+/* Those that this machine can run. */
+int64_t num_isas(void) { return num_isas_with(features()); }
 
 /* Lays the buffers out from `start`, which is on a cache line; returns their end. */
 static float *lay_out(const Decoder *d, const Step *s, float *start, Buffers *buffers) {

@@ -1,7 +1,9 @@
 """The compiled decode step against the same model written with torch, in float64."""
 
+import ctypes
 from dataclasses import dataclass, field, replace
 from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -360,6 +362,16 @@ def test_shapes_that_cannot_be_are_refused(sizes):
     model.shape = replace(SHAPE, **sizes)
     with pytest.raises(ValueError):
         model.decoder()
+
+
+@pytest.mark.parametrize("lacking", [0b0001, 0b0010, 0b0100], ids=["avx2", "fma", "f16c"])
+def test_a_processor_that_lacks_what_vectors_are_compiled_for_runs_none(lacking):
+    """Any of these ends the process at the first step: float16 is converted by F16C."""
+    path = next(Path(cpu_kernels.__file__).parent.glob("_cpu_kernels*.so"))
+    library = ctypes.CDLL(str(path))
+    assert library.num_isas_with(ctypes.c_int64(0b1111 & ~lacking)) == 1
+    assert library.num_isas_with(ctypes.c_int64(0b0111)) == 2
+    assert library.num_isas_with(ctypes.c_int64(0b1111)) == 3
 
 
 def test_absent_kernels_name_the_mend(tmp_path, monkeypatch):
