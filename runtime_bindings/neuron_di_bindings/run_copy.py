@@ -125,7 +125,7 @@ def place(
     A span is some tokens that lie in one block at either end, a row one head of a layer's keys or
     values. Token t of span s in row r lies at address + spans[s] + rows[r] + t * stride. Numbers
     are converted where the formats differ: to the nearest, ties to even; what is too large to
-    infinity; NaN stays NaN.
+    infinity; NaN stays NaN. A span of no tokens is passed over.
     """
     arrays = (destination_spans, source_spans, span_tokens, destination_rows, source_rows)
     to_spans, from_spans, tokens, to_rows, from_rows = map(_contiguous, arrays)
@@ -147,6 +147,8 @@ def place(
     for to_span, from_span, count in zip(to_spans, from_spans, tokens, strict=True):
         for to_row, from_row in zip(to_rows, from_rows, strict=True):
             shape = (int(count), num_dims)
+            if 0 in shape:
+                continue
             numbers = _array(source_address + int(from_span + from_row), shape, source)
             target = _array(destination_address + int(to_span + to_row), shape, destination)
             target[:] = _converted(numbers, source.dtype, destination.dtype)

@@ -214,6 +214,29 @@ def test_numbers_are_rounded_as_torch_rounds_them(source, destination):
         assert np.array_equal(result, bits)
 
 
+@pytest.mark.parametrize("num_dims", [0, 4])
+@pytest.mark.parametrize("stride", [2, 8], ids=["following", "apart"])
+def test_a_span_of_no_tokens_moves_nothing(num_dims, stride):
+    source, destination = noise(64), noise(64, 1)
+    expected = destination.copy()
+    tokens = np.array([0, 1 if num_dims else 5], np.int64)
+    expected[8 : 8 + 2 * num_dims] = source[8 : 8 + 2 * num_dims]
+    spans, zero = np.array([32, 8], np.int64), np.zeros(1, np.int64)
+    run_copy.place(
+        destination_address=destination.ctypes.data,
+        source_address=source.ctypes.data,
+        destination_spans=spans,
+        source_spans=spans,
+        span_tokens=tokens,
+        destination_rows=zero,
+        source_rows=zero,
+        num_dims=num_dims,
+        destination=Grain(stride, 2, "float16"),
+        source=Grain(stride, 2, "float16"),
+    )
+    assert np.array_equal(destination, expected)
+
+
 @both_ways
 @given(data=st.data())
 def test_vectors_of_any_strides_go_where_they_belong(data):
