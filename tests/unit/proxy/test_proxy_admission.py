@@ -4,6 +4,7 @@ import asyncio
 import random
 
 import pytest
+from admission_kit import admission_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import virtual
@@ -15,10 +16,6 @@ from neuron_di_proxy.admission import LOOK_INTERVAL_S, QUEUE_MIN, SLOTS_UNKNOWN,
 from neuron_di_proxy.tenant import EVERYBODY, Tenant
 
 LATER_S = 1000.0
-
-
-def admission_of(places, queue=100, slots=lambda: 1):
-    return Admission(LimitOptions(requests_max=places, queue_max=queue), slots)
 
 
 async def run_one(admission, tenant=EVERYBODY, num_places=1):
