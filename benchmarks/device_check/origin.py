@@ -15,12 +15,12 @@ _FOLDERS = ("neuron_di", "proxy", "runtime_bindings", "benchmarks", "tests")
 _ENDINGS = (".py", ".c", ".h")
 
 
-def source_words(root: Path = ROOT) -> str:
+def source_words() -> str:
     """The commit, where there is one, and always a digest of the files themselves."""
-    words = f"tree {tree_digest(root)[:16]}"
+    words = f"tree {tree_digest(ROOT)[:16]}"
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return words
     commit = done.stdout.strip()

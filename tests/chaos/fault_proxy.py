@@ -20,12 +20,11 @@ class FaultProxy:
     drops packets does: what TCP would send again arrives when the direction is open again.
     """
 
-    def __init__(self, upstream_port: int, port: int = 0) -> None:
+    def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port
         self._open = {"up": asyncio.Event(), "down": asyncio.Event()}
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.port = port
         self.delay_s = 0.0  # of each piece of data, each way
         self.is_garbling = False  # what goes to the client
         self.num_bytes = 0
@@ -52,7 +51,7 @@ class FaultProxy:
         return self.num_bytes > 0
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

@@ -96,10 +96,10 @@ def make_pool(
     return pool
 
 
-def open_ucx(name: str, is_serving: bool, more: str = "") -> NixlAgent:
+def open_ucx(name: str, is_serving: bool) -> NixlAgent:
     options = {
         "ucx_error_handling_mode": "peer",
-        "engine_config": f"NET_DEVICES=lo,{more}",
+        "engine_config": "NET_DEVICES=lo",
     }
     return NixlAgent(name, "UCX", options, is_serving=is_serving)
 

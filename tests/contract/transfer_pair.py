@@ -204,16 +204,14 @@ def one_end(
 
 
 @contextmanager
-def connected_pair(
-    kind_name: str, layout: KvLayout = LAYOUT, num_blocks: int = NUM_BLOCKS
-) -> Iterator[Pair]:
+def connected_pair(kind_name: str, num_blocks: int = NUM_BLOCKS) -> Iterator[Pair]:
     """Each end has its blocks in the end, whoever had them in between."""
     kind = KINDS[kind_name]
     with ExitStack() as ends:
         arena_fd = ends.enter_context(arena_of(kind))
         pools, engines = [], []
         for incarnation in (PREFILL, DECODE):
-            end = one_end(kind, incarnation, layout, num_blocks, arena_fd)
+            end = one_end(kind, incarnation, LAYOUT, num_blocks, arena_fd)
             pool, engine = ends.enter_context(end)
             pools.append(pool)
             engines.append(engine)

@@ -183,13 +183,14 @@ class Etcd:
         assert not check or done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
-    def enable_users(self, prefix: str = "/neuron-di/") -> None:
-        """Users `worker`, who may read and write below the prefix, and `nobody`, who may not."""
+    def enable_users(self) -> None:
+        """Users `worker`, who may read and write below /neuron-di/, and `nobody`, who may not."""
         for name in ("root", "worker", "nobody"):
             self.ctl("user", "add", f"{name}:{PASSWORD}")
         self.ctl("user", "grant-role", "root", "root")
         self.ctl("role", "add", "neuron-di")
-        self.ctl("role", "grant-permission", "neuron-di", "--prefix=true", "readwrite", prefix)
+        below = ("--prefix=true", "readwrite", "/neuron-di/")
+        self.ctl("role", "grant-permission", "neuron-di", *below)
         self.ctl("user", "grant-role", "worker", "neuron-di")
         self.ctl("auth", "enable")
         self.root = True

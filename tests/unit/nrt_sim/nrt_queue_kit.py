@@ -39,12 +39,10 @@ def reopen(queues: PlainQueues) -> None:
         queues.track()
 
 
-def copier(
-    models: PlainModels, vnc: int = 0
-) -> tuple[c_void_p, tuple[c_void_p, ...], tuple[c_void_p, ...]]:
+def copier(models: PlainModels) -> tuple[c_void_p, tuple[c_void_p, ...], tuple[c_void_p, ...]]:
     """A model that copies 8 bytes, its sets, and its tensors."""
-    model = models.loaded(neff.copy(8), vnc)
-    tensors = models.allocated(8, vnc), models.allocated(8, vnc)
+    model = models.loaded(neff.copy(8))
+    tensors = models.allocated(8), models.allocated(8)
     sets = models.tensor_set({"in": tensors[0]}), models.tensor_set({"out": tensors[1]})
     return model, sets, tensors
 

@@ -3,9 +3,8 @@
 from typing import Any, Self
 
 import zmq
-from transfer_kit import LAYOUT, kv_map, until
+from transfer_kit import kv_map, until
 
-from neuron_di.kv import KvLayout
 from neuron_di.types import WorkerId
 from neuron_di.wire import (
     Handshake,
@@ -21,9 +20,8 @@ from neuron_di.wire import (
 class BarePrefill:
     """A prefill worker's socket in the hands of a test: it shakes hands, then says what it may."""
 
-    def __init__(self, region: Region, layout: KvLayout = LAYOUT) -> None:
+    def __init__(self, region: Region) -> None:
         self.incarnation = region.incarnation
-        self._layout = layout
         self._region = region
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -72,7 +70,7 @@ class BarePrefill:
                     )
                 )
             elif isinstance(message, KvMapInit):
-                self.send(kv_map(self._region, self._layout))
+                self.send(kv_map(self._region))
             if isinstance(message, kind):
                 found.append(message)
             return found

@@ -54,14 +54,12 @@ CONNECTOR_OPTIONS = ("static_peer", "static_peer_key", "signal_port", "keys", "l
 QUICK = {"heartbeat_s": 0.02, "peer_silence_s": 0.4}
 
 
-def pull_of(
-    block_ids: Sequence[int] = (0, 1), attempt: int = 0, engine: str = "shm", num_held: int = 0
-) -> Pull:
+def pull_of(attempt: int = 0, engine: str = "shm", num_held: int = 0) -> Pull:
     return Pull(
         request_id=R,
         attempt=attempt,
         engine=engine,
-        block_ids=list(block_ids),
+        block_ids=[0, 1],
         num_held=num_held,
     )
 
@@ -77,12 +75,12 @@ def done_of(attempt: int = 0) -> Done:
     )
 
 
-def kv_map_init(region: Region, layout: KvLayout = LAYOUT, engine: str = "shm") -> KvMapInit:
-    return KvMapInit(layout=layout_fields(layout), offers=[Offer.of(engine, region)])
+def kv_map_init(region: Region, engine: str = "shm") -> KvMapInit:
+    return KvMapInit(layout=layout_fields(LAYOUT), offers=[Offer.of(engine, region)])
 
 
-def kv_map(region: Region, layout: KvLayout = LAYOUT, engine: str = "shm") -> KvMap:
-    return KvMap(layout=layout_fields(layout), offers=[Offer.of(engine, region)])
+def kv_map(region: Region) -> KvMap:
+    return KvMap(layout=layout_fields(LAYOUT), offers=[Offer.of("shm", region)])
 
 
 def new_incarnation() -> Incarnation:
@@ -290,10 +288,7 @@ class Decode(_Side):
 
 
 class BareDecode:
-    """A decode worker's socket in the hands of a test.
-
-    With `keys` it encrypts, for the `server_key` that the prefill worker should have.
-    """
+    """A decode worker's socket in the hands of a test. With `keys` it encrypts."""
 
     def __init__(
         self,
@@ -302,7 +297,6 @@ class BareDecode:
         *,
         incarnation: Incarnation | None = None,
         keys: SignalKeys | None = None,
-        server_key: str | None = None,
     ) -> None:
         self.prefill = prefill
         self.incarnation = incarnation or new_incarnation()
@@ -311,7 +305,7 @@ class BareDecode:
         self._socket.setsockopt(zmq.IDENTITY, identity or f"{self.incarnation}.1".encode())
         self._socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
-            expected = server_key or prefill.address.signal_key
+            expected = prefill.address.signal_key
             assert expected is not None
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, expected.encode())
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())

@@ -98,12 +98,11 @@ class LinkServer:
         self,
         *,
         open_here: OpenHere | None = None,
-        make_http: Callable[[], asyncio.BaseProtocol] = asyncio.Protocol,
         status: Status = lambda: None,
     ) -> None:
         self.legs: list[OpenedLeg] = []
         self._opened = asyncio.Event()
-        self.server = LegLinkServer(open_here or self._open, make_http, status)
+        self.server = LegLinkServer(open_here or self._open, asyncio.Protocol, status)
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
