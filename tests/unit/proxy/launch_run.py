@@ -57,14 +57,12 @@ class Run:
         emitted=(),
         waited_s=0.0,
         deadline=None,
-        request=REQUEST,
-        take=None,
         **limits,
     ):
         self.attempt = Attempt(
             request_id=RequestId("r1"),
             number=1 if emitted else 0,
-            request=request,
+            request=REQUEST,
             route=route,
             emitted=emitted,
             accepted_s=now_s() - waited_s,
@@ -76,10 +74,11 @@ class Run:
         workers = Overheard(client)
         self._said = workers.said
         launcher = Launcher(workers, self.health, options)
-        self.task = asyncio.create_task(self._collect(launcher, take or self.events.put_nowait))
+        self.task = asyncio.create_task(self._collect(launcher))
 
-    async def _collect(self, launcher, take):
-        self.events.put_nowait(await launcher.run(self.attempt, take))
+    async def _collect(self, launcher):
+        outcome = await launcher.run(self.attempt, self.events.put_nowait)
+        self.events.put_nowait(outcome)
 
     def seen(self):
         return [self.events.get_nowait() for _ in range(self.events.qsize())]

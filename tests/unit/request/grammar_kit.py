@@ -15,11 +15,11 @@ EOS = 0
 
 
 class Kit:
-    def __init__(self, kind="byte_level", eos=(EOS,), extra=5):
+    def __init__(self, kind="byte_level", eos=(EOS,)):
         self.tokenizer = make_tokenizer(kind)
         # Rows of logits are often longer than the tokenizer's vocabulary.
         self.vocabulary = Vocabulary(
-            self.tokenizer, num_vocab=self.tokenizer.num_vocab + extra, eos_token_ids=eos
+            self.tokenizer, num_vocab=self.tokenizer.num_vocab + 5, eos_token_ids=eos
         )
         self.compiler = GrammarCompiler(self.vocabulary)
         self.raw_V = np.arange(self.vocabulary.num_vocab, dtype=np.float32)
