@@ -104,10 +104,11 @@ def test_blocks_that_come_back_before_prefill_looked_are_not_its_twice(both: Sce
     both.check()
 
 
-def test_a_hint_of_a_later_exchange_does_not_mislead(both: Scene) -> None:
+@pytest.mark.parametrize("hints", [[9, 0, 2**40], [6, 6, 6]])
+def test_a_hint_of_a_later_exchange_does_not_mislead(both: Scene, hints: list[int]) -> None:
     both.promise(PROMISED)
     assert both.take(both.group(OFFERED)) is None
-    both.prefill.pool.arena.hints[PROMISED] = [9, 0, 2**40]
+    both.prefill.pool.arena.hints[PROMISED] = hints
     both.prefill.retire()
     assert both.prefill.request == OFFERED
     both.check()
@@ -138,6 +139,16 @@ def test_a_new_worker_of_a_name_has_its_blocks_and_none_of_its_promises(both: Sc
     both.check()
 
 
+def test_what_decode_has_just_taken_it_may_give_up_before_its_books_know(both: Scene) -> None:
+    both.promise(PROMISED)
+    assert both.take(both.group(OFFERED)) is None
+    assert both.decode.pool.retire(both.decode.request)  # by its old ids: not yet
+    both.decode.retire()
+    assert both.decode.request == PROMISED
+    both.prefill.retire()
+    both.check()
+
+
 def test_blocks_of_a_dead_prefill_worker_can_be_taken(both: Scene) -> None:
     both.promise(PROMISED)
     group = both.group(OFFERED)
@@ -154,6 +165,23 @@ def test_a_worker_that_left_gives_nothing(both: Scene) -> None:
     both.prefill.pool.close()
     assert isinstance(both.take(group), KvChanged)
     assert not bytes(both.decode.pool.view(BlockId(0))).strip(b"\0")
+    both.prefill = both.join("prefill")
+    both.check()
+
+
+def test_one_that_leaves_past_the_gate_wipes_nothing_that_was_taken(
+    both: Scene, monkeypatch
+) -> None:
+    monkeypatch.setattr(ownership, "LEAVE_TIMEOUT_S", 0.01)
+    both.promise(PROMISED)
+    both.prefill.pool.tensor()[[*PROMISED, 3]] = 7.0
+    assert both.take(both.group(OFFERED)) is None
+    other = os.open(f"/proc/self/fd/{both.fd}", os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)  # one that joins, and does not run
+    both.prefill.pool.close()
+    os.close(other)
+    assert (both.decode.pool.tensor()[PROMISED] == 7.0).all()
+    assert (both.decode.pool.tensor()[3] == 0.0).all()
     both.prefill = both.join("prefill")
     both.check()
 

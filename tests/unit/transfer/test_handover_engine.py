@@ -273,6 +273,43 @@ def test_a_disconnected_peer_gives_nothing(pair: Pair) -> None:
     assert isinstance(pair.error_of(pair.promised([1]), [8]), PeerGone)
 
 
+def test_of_a_peer_that_was_disconnected_before_the_thread_looked_nothing_is_taken(
+    pair: Pair,
+) -> None:
+    may_look = threading.Event()
+    pair.engine._look = held(pair.engine._look, may_look)
+    receive, ended = pair.receive(pair.promised([1]), [8]), threading.Event()
+    pair.engine.post_receive(PREFILL, receive).on_done(lambda _: ended.set())
+    pair.engine.disconnect(PREFILL)
+    may_look.set()
+    assert ended.wait(WAIT_S)
+    assert isinstance(pair.engine.commit(PREFILL, receive), PeerGone)
+    assert pair.decode.block_ids() == list(range(8, 16))
+
+
+def test_whose_process_has_ended_is_not_connected_to(pair: Pair) -> None:
+    region = pair.peer.local_region(DECODE)
+    # As the kernel does: its lock is gone, what it wrote is not.
+    pair.prefill.arena.close()
+    pair.prefill._arena = None
+    with pytest.raises(PeerGone):
+        pair.engine.connect(PREFILL, region, LAYOUT)
+
+
+def test_blocks_with_replicas_of_a_head_do_not_change_owner() -> None:
+    layout, fd = replace(LAYOUT, num_ranks=2), create_arena()
+    pools = [
+        ArenaPool.join(fd, WorkerId(name), layout, 2, incarnation)
+        for name, incarnation in (("prefill", PREFILL), ("decode", DECODE))
+    ]
+    engines = [HandoverEngine(pool) for pool in pools]
+    with pytest.raises(PeerRefused, match="replicas"):
+        engines[1].connect(PREFILL, engines[0].local_region(DECODE), layout)
+    for closing in (*engines, *pools):
+        closing.close()
+    os.close(fd)
+
+
 def test_a_closed_engine_takes_no_receive(pair: Pair) -> None:
     pair.engine.close()
     assert isinstance(pair.error_of(pair.promised([1]), [8]), LocalProtocolError)

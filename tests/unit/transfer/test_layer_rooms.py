@@ -5,11 +5,11 @@ import threading
 from dataclasses import replace
 
 import pytest
-from test_layer_streaming import NUM_TOKENS, OWN, WIDE, Scene
+from test_layer_streaming import LAYERS, NUM_TOKENS, OWN, WIDE, Scene
 from transfer_kit import WAIT_S, R, end_of, until
 
 from neuron_di.errors import KvMissing
-from neuron_di.transfer import ShmEngine, TransferToken
+from neuron_di.transfer import ShmEngine, TransferToken, prefill_link
 from neuron_di.types import RequestId
 
 
@@ -145,6 +145,47 @@ async def test_layers_that_do_not_match_are_no_damage_to_the_memory(cluster, is_
     assert isinstance(token.error(), KvMissing) if is_cancelled else token.error() is None
     counters = scene.decode.counters
     assert (counters.num_streams_refused, counters.num_kv_mismatched) == (1, 0)
+
+
+async def test_a_piece_that_is_cancelled_and_does_not_end_ends_its_link(cluster, monkeypatch):
+    monkeypatch.setattr(prefill_link, "CANCEL_S", 0.0)
+    held = []
+
+    class Deaf(slow_engine(held)):
+        is_one_sided = False
+
+    scene = Scene(cluster, Deaf, transfer_timeout_s=0.01)
+    asking = await scene.look_up()
+    list(scene.compute())
+    await until(lambda: held)
+    buffer, landing = scene.decode.buffer(scene.prefill), scene.decode.connector.landing
+    asking.cancel()
+    await asyncio.wait([asking])
+    await until(lambda: buffer.is_broken)
+    assert landing.num_bytes_asked  # it may be written to yet
+    for token in held:
+        token.complete()
+    await until(lambda: landing.num_bytes_asked == 0)
+    scene.prefill.buffer.drop(R, 0, "over")
+
+
+async def test_room_of_a_request_that_has_its_slot_is_not_recalled(cluster):
+    held, given = [], []
+    scene = Scene(cluster, slow_engine(held), landing_bytes=4 * WIDE.block_bytes)
+    asking = await scene.look_up()
+    await scene.compute_all()
+    scene.park()
+    landing, ready = scene.decode.connector.landing, await asking
+    await until(lambda: len(held) == LAYERS * 3)  # those of three chunks
+    token = scene.decode.buffer(scene.prefill).pull(ready, OWN)
+    landing.ask(landing.size_bytes, WAIT_S, given.append)
+    for piece in held:
+        piece.complete()
+    await end_of(token)  # nothing has come in truth: it is pulled as a whole
+    assert (token.error(), token.form) == (None, "direct")
+    await until(lambda: given)
+    landing.free(given[0])
+    landing.check_integrity()
 
 
 async def test_a_piece_whose_fence_fails_is_not_open_for_ever(cluster, caplog):

@@ -287,6 +287,20 @@ async def test_layers_that_were_not_announced_cannot_be_pulled(cluster):
         assert (await peer.answers(asked))[0].request_id == other
 
 
+async def test_layers_that_were_announced_to_another_cannot_be_pulled(cluster):
+    scene = Scene(cluster, ShmEngine)
+    asking = await scene.look_up()
+    await scene.compute_all()
+    with BareDecode(scene.prefill) as peer:
+        await peer.connect()
+        pull = PullLayer(request_id=R, attempt=0, piece=0, engine="shm")
+        (answer,) = await peer.answers(pull)
+    assert isinstance(answer, Malformed)
+    assert scene.prefill.buffer.layers._streams[R, 0].unsent
+    scene.park()
+    assert (await scene.pull(asking)).form == "streamed"
+
+
 FIRST = LayerReady(
     request_id=R,
     attempt=0,
@@ -306,7 +320,7 @@ FIRST = LayerReady(
         {"first_block": 4},
         {"first_block": 3, "block_ids": [1, 2], "generations": [0, 0]},
         {"num_blocks": 5},
-        {"block_ids": []},
+        {"block_ids": [], "generations": []},
         {"generations": []},
         {"block_ids": [-1]},
         {"block_ids": [1 << 62]},
@@ -327,6 +341,18 @@ async def test_layers_that_do_not_add_up_break_the_link(cluster, second):
     await until(lambda: landing.num_bytes_asked == 0)
     landing.check_integrity()
     assert scene.decode.counters.kv_bytes_in_flight == 0
+
+
+async def test_a_last_piece_that_was_lost_costs_the_stream_only(cluster, engine):
+    scene = Scene(cluster, engine)
+    asking = await scene.look_up()
+    layers, said = scene.prefill.buffer.layers, []
+    send, layers._send = layers._send, lambda *words: said.append(words)
+    await scene.compute_all()
+    for words in said[:-1]:
+        send(*words)
+    scene.park()
+    assert (await scene.pull(asking)).form == "direct"
 
 
 @pytest.mark.parametrize("piece", [0, 9])

@@ -12,6 +12,7 @@ from neuron_di.clock import Deadline
 from neuron_di.errors import PeerGone, PeerRefused
 from neuron_di.transfer import KeyOwner, SignalKeys, make_signal_keys
 from neuron_di.transfer.door import WAITING_MAX, WAITING_PER_ADDRESS_MAX
+from neuron_di.transfer.tcp_engine import TcpEngine
 from neuron_di.types import RequestId, WorkerId
 from neuron_di.wire import LookupAll, Malformed, Never, NotYet, Ready, Refused, Welcome
 
@@ -53,6 +54,16 @@ async def test_a_hand_over_of_workers_that_know_each_other(prefill, decode):
     assert prefill.connector.connections() == ["decode-0"]
     assert decode.connector.connections() == ["prefill-0"]
     assert prefill.counters.num_signals_refused == decode.counters.num_signals_refused == 0
+
+
+async def test_both_ends_give_an_encrypted_links_transfers_the_same_names(cluster):
+    """Over an engine that matches the two halves of a transfer by its tag."""
+    prefill = cluster.prefill(keys=fresh_keys(), make_transfer=TcpEngine)
+    decode = cluster.decode(keys=fresh_keys(), make_transfer=TcpEngine)
+    list_in_directory(prefill, decode)
+    prefill.park()
+    assert (await decode.hand_over(prefill, [0, 1])).error() is None
+    assert (decode.pool.tensor()[0] == 3).all()
 
 
 async def test_nothing_of_a_hand_over_can_be_read_on_the_way(prefill, decode):

@@ -27,6 +27,7 @@ from neuron_di.wire import (
 from neuron_di.wire.handoff import SENDER, SenderEvent, SenderState
 
 REPLAYED = [WORDS[event] for event in (SenderEvent.LOOKUP, SenderEvent.HOLD, SenderEvent.PULL)]
+UNASKED = [event for event in WORDS if event is not SenderEvent.LOOKUP]
 
 
 @pytest.fixture
@@ -64,6 +65,20 @@ async def test_b35_each_message_in_each_state(prefill, peer, other, state, event
     else:
         assert state_of(prefill) is SENDER[state, event].state
     assert await other.answers() == []
+
+
+@pytest.mark.parametrize("is_parked", [True, False])
+@pytest.mark.parametrize("event", UNASKED, ids=lambda event: event.value)
+async def test_b35_what_it_never_asked_for_is_not_ones_own(prefill, peer, other, event, is_parked):
+    prefill.buffer.expect(R, 0)
+    if is_parked:
+        prefill.buffer.park(prefill.ready())
+    assert await other.answers(WORDS[event]) == []
+    assert prefill.counters.num_stale == 1
+    assert prefill.ended == []
+    if not is_parked:
+        prefill.buffer.park(prefill.ready())
+    assert await peer.lookup() == prefill.ready()
 
 
 def test_b35_some_messages_are_forbidden_in_some_states():
