@@ -41,6 +41,7 @@ class Requests:
         base = {
             "model": MODEL_NAME,
             "stream": True,
+            "stream_options": {"include_usage": True},
             "logprobs": 0,
             "ignore_eos": True,
             "max_tokens": 48,

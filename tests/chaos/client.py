@@ -55,6 +55,13 @@ class Stream:
         reasons = [c["finish_reason"] for d in self.documents for c in d.get("choices", [])]
         return next((reason for reason in reasons if reason is not None), None)
 
+    @property
+    def usage(self) -> tuple[int, ...] | None:
+        """Tokens of the prompt, of the answer, and together. None: it was not said."""
+        said = [usage for document in self.documents if (usage := document.get("usage"))]
+        keys = ("prompt_tokens", "completion_tokens", "total_tokens")
+        return tuple(said[-1][key] for key in keys) if said else None
+
     def continued(self) -> tuple[int, str]:
         """How often it says that it was continued, and how well; once, in its last choice."""
         said = [document["neuron_di"] for document in self.documents if "neuron_di" in document]

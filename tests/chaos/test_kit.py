@@ -36,6 +36,8 @@ def stream_of(tokens: list[str], end: str = "done") -> Stream:
     documents = [document(token) for token in tokens]
     if end == "done":
         documents.append(document("", "length"))
+        usage = {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+        documents.append({"id": "cmpl-1", "choices": [], "usage": usage})
     stream = Stream(end=end, documents=documents, num_finishes=int(end == "done"))
     if end == "error":
         stream.error_code = "peer_gone"
@@ -103,11 +105,26 @@ def _other_token(stream: Stream) -> None:
 
 
 def _other_text(stream: Stream) -> None:
-    stream.documents[-1]["choices"][0]["text"] = "!"
+    stream.documents[-2]["choices"][0]["text"] = "!"
+
+
+def _other_text_and_cut(stream: Stream) -> None:
+    stream.documents[2]["choices"][0]["text"] = "x"
+    del stream.documents[3:]
+    stream.end, stream.num_finishes = "cut", 0
+
+
+def _counted_twice(stream: Stream) -> None:
+    usage = stream.documents[-1]["usage"]
+    usage.update(prompt_tokens=6, total_tokens=13)
+
+
+def _not_counted(stream: Stream) -> None:
+    del stream.documents[-1]
 
 
 def _other_reason(stream: Stream) -> None:
-    stream.documents[-1]["choices"][0]["finish_reason"] = "stop"
+    stream.documents[-2]["choices"][0]["finish_reason"] = "stop"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +139,9 @@ def _other_reason(stream: Stream) -> None:
         _other_logprob,
         _other_token,
         _other_text,
+        _other_text_and_cut,
+        _counted_twice,
+        _not_counted,
         _other_reason,
     ],
 )
