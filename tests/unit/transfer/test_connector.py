@@ -3,14 +3,26 @@
 import asyncio
 import gc
 import os
+import threading
 from dataclasses import replace
 
 import msgspec
 import pytest
-from transfer_kit import LAYOUT, NUM_BLOCKS, Decode, Prefill, R, new_incarnation, until
+from transfer_kit import (
+    LAYOUT,
+    NUM_BLOCKS,
+    WAIT_S,
+    Decode,
+    Prefill,
+    R,
+    end_of,
+    new_incarnation,
+    until,
+)
 
+from neuron_di.clock import Deadline
 from neuron_di.errors import PeerRefused, PeerTimeout, StaleIncarnation
-from neuron_di.types import RequestId
+from neuron_di.types import BlockId, RequestId
 
 
 async def test_second_request_to_the_same_pair_opens_no_socket(cluster):
@@ -160,6 +172,30 @@ async def test_peers_come_and_go_and_nothing_piles_up(cluster):
     assert decode.connector.connection_dict == {}
     assert decode.transfer._peers == {}
     assert prefill.buffer.lookup_dict == {}
+
+
+async def test_a_link_that_ends_takes_no_lane_from_one_that_is_connecting(cluster, monkeypatch):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    first = decode.buffer(prefill)
+    await first.connect()
+    is_connected, may_tell, connect = threading.Event(), threading.Event(), decode.lanes.connect
+
+    def tell_late(*call):
+        lane = connect(*call)
+        is_connected.set()
+        assert may_tell.wait(WAIT_S)
+        return lane
+
+    monkeypatch.setattr(decode.lanes, "connect", tell_late)
+    address = msgspec.structs.replace(prefill.address, signal_host="localhost")
+    second = decode.connector.maybe_setup_buffer(address)
+    await until(is_connected.is_set)
+    first.close()
+    may_tell.set()
+    await second.connect()
+    prefill.park()
+    ready = await second.lookup(R, 0, Deadline.after(WAIT_S), decode.on_lost)
+    assert (await end_of(second.pull(ready, [BlockId(0), BlockId(1)]))).error() is None
 
 
 async def test_a_silent_decode_worker_is_forgotten_by_prefill(cluster, monkeypatch):

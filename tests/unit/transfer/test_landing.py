@@ -220,6 +220,7 @@ async def test_what_is_needed_by_now_is_not_recalled(landing):
     _, answers = ask(landing, 3)
     assert recalled == [other]
     assert answers == []
+    assert lend(landing, 1, recalled) is None  # there is room, and somebody waits
     landing.free(kept)
     landing.free(answers[0])
 

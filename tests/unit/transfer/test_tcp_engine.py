@@ -85,7 +85,9 @@ def test_a_receive_whose_send_never_comes_is_cancelled_and_its_send_is_told():
         assert isinstance(wait(token), KvMissing)
         assert pair.moves()  # what was said before it has been heard
         sending = pair.send(receive)
-        assert isinstance(wait(sending), KvMissing)
+        error = wait(sending)
+        assert isinstance(error, KvMissing)
+        assert "gave this transfer up" in error.message  # not only after a time
         assert (pair.received[8192:] == 0xEE).all()
         pair.decode.cancel(PREFILL, receive.tag)
         pair.decode.cancel(PREFILL, 10**18)

@@ -10,7 +10,7 @@ from contract.fake_cuda import WHY_NOT, make_pool
 from gpu_kit import mirror_bytes
 from tcp_kit import LAYOUT, PREFILL, WAIT_S, bytes_of, runs_of, wait
 
-from neuron_di.errors import BackendLost, PeerGone
+from neuron_di.errors import BackendLost, PeerGone, RemoteProtocolError
 from neuron_di.kv import KvLayout, KvPool
 from neuron_di.transfer.tcp_frames import DATA, FRAME_BYTES, WANT, Frame, read_frame
 from neuron_di.transfer.tcp_sender import TcpSender
@@ -122,6 +122,16 @@ def test_another_error_than_the_peers_end_stays():
             token = sender.post(send_of(pool))
             reader.ask(pool.memory().num_bytes)
             assert wait(token) is lost
+
+
+def test_whoever_had_a_part_and_asks_for_all_keeps_no_blocks():
+    with closing(KvPool.create(LAYOUT, NUM_BLOCKS, PREFILL)) as pool, serving(pool) as served:
+        sender, reader = served
+        token, num_bytes = sender.post(send_of(pool)), pool.memory().num_bytes
+        reader.sock.sendall(Frame(WANT, 1, num_bytes, 0, num_bytes // 2).pack())
+        reader.read(num_bytes // 2)
+        reader.ask(num_bytes)
+        assert isinstance(wait(token), RemoteProtocolError)
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
