@@ -106,12 +106,7 @@ class DecodeWorker:
         except Exception as error:  # a token that never ends would hold its blocks for ever
             token.complete(LocalProtocolError(f"the pull failed: {type(error).__name__}"))
             raise
-
-        def on_done(done: TransferToken) -> None:
-            token.adopted_ids = done.adopted_ids
-            token.complete(done.error())
-
-        pulled.on_done(on_done)
+        pulled.on_done(lambda done: token.complete(done.error()))
 
     def _on_lost(self, key: Key, error: NeuronDiError) -> None:
         """The KV that a leg waits for will not arrive."""
