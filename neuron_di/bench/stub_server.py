@@ -69,6 +69,7 @@ async def _main(num_tokens: int, gap_ms: float) -> None:
         except BrokenPipeError:  # whoever started this has ended already
             return
         await asyncio.to_thread(sys.stdin.read)
+        os._exit(0)  # each answer that is under way would be cancelled with a traceback
 
 
 if __name__ == "__main__":

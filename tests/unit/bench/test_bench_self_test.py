@@ -57,7 +57,11 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
 
 
 @pytest.mark.parametrize("is_measuring", [False, True])
-def test_ctrl_c_ends_it_without_a_word(is_measuring):
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)],
+)
+def test_a_signal_ends_it_without_a_word(number, code, is_measuring):
     command = [sys.executable, "-m", "neuron_di", "bench", "--self-test"]
     process = psutil.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
@@ -67,9 +71,10 @@ def test_ctrl_c_ends_it_without_a_word(is_measuring):
         assert process.poll() is None
         assert not deadline.has_passed()
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, b"")
+    os.killpg(process.pid, number)
+    said, _ = process.communicate(timeout=60)  # until the stub, too, has let go of the pipe
+    assert (process.returncode, said) == (code, b"")
+    psutil.wait_procs(stubs, timeout=60)
     assert has_ended(stubs[0])
 
 
