@@ -38,7 +38,9 @@ def load_options(
     """
     specs = specs_of(options_class)
     known = {key: spec for each in OPTION_SETS for key, spec in specs_of(each).items()} | specs
-    path = toml_path or environ.get(CONFIG_VARIABLE)
+    if toml_path == "":  # as of a shell's variable that is not set: keys, too, would be left out
+        raise ConfigError("--config is empty: name a TOML file, or leave it out")
+    path = toml_path or environ.get(CONFIG_VARIABLE)  # that may be empty: no file
     written: _Written = _from_file(Path(path), known) if path else {}
     written |= _from_environ(environ, known)
     written |= {

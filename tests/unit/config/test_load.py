@@ -129,6 +129,12 @@ def test_the_variable_names_the_file_too(write):
     assert parse(ServeOptions, ["m", "--config", "x.toml"]).config == "x.toml"
 
 
+def test_a_file_without_a_name_is_refused_and_not_passed_over():
+    with pytest.raises(ConfigError, match="--config is empty"):
+        load(ProxyOptions, [], {"NEURON_DI_CONFIG": "x.toml"}, "")
+    assert load(ProxyOptions, [], {"NEURON_DI_CONFIG": ""}) == ProxyOptions()  # taken back
+
+
 def test_one_file_serves_all_commands(write):
     toml = write("requests_max = 5\nrole = 'decode'\nprefill = 2\ndecode_batch = 4\nmodel = 'm'\n")
     assert load(ProxyOptions, [], {}, toml).limits.requests_max == 5
