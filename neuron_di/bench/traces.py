@@ -130,14 +130,17 @@ def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> Trace:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is no text in UTF-8, near line {number + 1}") from None
-    except (ValueError, msgspec.DecodeError) as error:
+    except (ValueError, csv.Error, msgspec.DecodeError) as error:
         raise ConfigError(f"{path} line {number}: {error}") from None
     return columns.done()
 
 
 def _places(path: Path, header: str) -> tuple[int, ...]:
     """Where a CSV file has the columns that are needed."""
-    names = [name.strip().lstrip("\ufeff") for name in next(csv.reader([header]), [])]
+    try:
+        names = [name.strip().lstrip("\ufeff") for name in next(csv.reader([header]), [])]
+    except csv.Error:  # a cell that is too long, as of a JSON list in one line
+        names = []
     missing = [name for name in _CSV_COLUMNS if name not in names]
     if missing:
         raise ConfigError(
