@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from neuron_di.bench.traces import Trace
 
 _OWN = ("command", "preset", "json", "plot", "self_test", "class_bounds")  # no settings of a run
+_WITH_SELF_TEST = ("command", "self_test", "slo_itl_percent")  # the last is never empty
 
 
 def run_bench_command(flags: argparse.Namespace) -> int:
@@ -34,6 +35,7 @@ def run_bench_command(flags: argparse.Namespace) -> int:
     from neuron_di.bench.summary import summarize
 
     if flags.self_test:
+        _refuse_beside_self_test(flags)
         from neuron_di.bench.self_test import run_self_test
 
         return run_self_test(Console(highlight=False))
@@ -55,6 +57,18 @@ def run_bench_command(flags: argparse.Namespace) -> int:
     if signal_number:
         return 128 + signal_number
     return 1 if any(each.figures.num_failed for each in document.endpoints) else 0
+
+
+def _refuse_beside_self_test(flags: argparse.Namespace) -> None:
+    """No flag is passed over: whoever gave --json would look for a file that nobody wrote."""
+    spelt = {"urls": "url", "names": "name"}
+    given = [
+        f"--{spelt.get(name, name).replace('_', '-')}"
+        for name, value in vars(flags).items()
+        if name not in _WITH_SELF_TEST and value not in (None, [])
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: --self-test takes no other flags")
 
 
 def settings_of(flags: argparse.Namespace) -> "Settings":

@@ -118,6 +118,14 @@ def test_without_a_url():
         settings_of(parser.parse_args([]))
 
 
+@pytest.mark.parametrize("flag", ["--url=http://a", "--name=a", "--json=a", "--seed=0"])
+def test_a_self_test_passes_over_no_flag(flag):
+    parser = FlagParser(prog="bench")
+    add_bench_flags(parser)
+    with pytest.raises(ConfigError, match=rf"^{flag.split('=')[0]}: --self-test takes no other"):
+        run_bench_command(parser.parse_args(["--self-test", flag]))
+
+
 def test_help_lists_the_presets():
     parser = argparse.ArgumentParser()
     add_bench_flags(parser)
