@@ -95,7 +95,7 @@ def _from_file(path: Path, known: Mapping[str, OptionSpec]) -> _Written:
             raise ConfigError(f"{path} has more than {_FILE_BYTES_MAX} bytes: no configuration")
         table = tomllib.loads(content.decode())
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key, raw in table.items():

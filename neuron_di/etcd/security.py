@@ -86,9 +86,9 @@ class _PemFiles:
 
     def _read(self) -> Pem:
         cert = key = None
-        ca = _text(self._ca)
+        ca = _text("--etcd-ca", self._ca)
         if self._cert is not None and self._key is not None:
-            cert, key = _text(self._cert), _text(self._key)
+            cert, key = _text("--etcd-cert", self._cert), _text("--etcd-key", self._key)
         self._check_tls()
         return Pem(ca, cert, key)
 
@@ -121,7 +121,9 @@ class _PasswordFile:
             with self._path.open("rb") as file:
                 password = file.read(SECRET_BYTES_MAX + 1).decode().rstrip("\r\n")
         except OSError as error:
-            raise ConfigError(f"cannot read {self._path}: {error.strerror}") from None
+            raise ConfigError(
+                f"cannot read --etcd-password-file {self._path}: {error.strerror}"
+            ) from None
         except UnicodeDecodeError:  # its words would show bytes of the file
             raise ConfigError(f"{self._path} is no text in UTF-8") from None
         if not password or len(password) > SECRET_BYTES_MAX or "\n" in password:
@@ -129,11 +131,11 @@ class _PasswordFile:
         return password
 
 
-def _text(path: str) -> bytes:
+def _text(flag: str, path: str) -> bytes:
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {flag} {path}: {error.strerror}") from None
     if b"-----BEGIN " not in text:
         raise ConfigError(f"{path} is not in PEM form")
     return text

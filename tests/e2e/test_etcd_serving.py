@@ -179,7 +179,7 @@ async def test_auto_for_a_proxy_says_where_etcd_is():
     ("flags", "words"),
     [
         (("proxy", "--etcd=a:1", "--prefill-urls=http://a:1"), "not both"),
-        (("proxy", "--etcd=a:1", "--etcd-ca=/no/such/file"), "cannot read"),
+        (("proxy", "--etcd=a:1", "--etcd-ca=/no/such/file"), "cannot read --etcd-ca /no"),
     ],
 )
 async def test_what_cannot_work_ends_with_2(flags, words):

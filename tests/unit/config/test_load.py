@@ -198,7 +198,7 @@ def test_wrong_file(toml, expected, write):
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read .*absent\.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"the configuration file .*absent\.toml: No such file"):
         load(ServeOptions, ["m"], {}, tmp_path / "absent.toml")
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
