@@ -1,11 +1,10 @@
-"""The client at real members: fail-over, TLS, users, what it refuses and what it leaves behind."""
+"""The client at real members: fail-over, users, what it refuses and what it leaves behind."""
 
 import asyncio
 import contextlib
 import gc
 import os
 import re
-import shutil
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +13,17 @@ import aiohttp
 import grpc
 import pytest
 import uvloop
-from etcd_kit import DEADLINE_S, PASSWORD, certificates, fill, running_etcd
+from etcd_kit import PASSWORD, fill, running_etcd
 from watching import Watching, until
 
 from neuron_di.clock import Deadline
-from neuron_di.config import EtcdOptions
 from neuron_di.errors import PeerGone, PeerRefused, PeerTimeout, RemoteProtocolError
 from neuron_di.etcd.client import EtcdClient
 from neuron_di.etcd.failures import HistoryGone, PermissionDenied
 from neuron_di.etcd.key_value import KeyRange
 from neuron_di.etcd.messages import Compare, PutRequest, RequestOp
 from neuron_di.etcd.registry import EtcdRegistry
-from neuron_di.etcd.security import Security, security_of
+from neuron_di.etcd.security import Security
 
 KEY = "/workers/decode/127.0.0.1/4000"
 OURS = b"/neuron-di" + KEY.encode()
@@ -161,53 +159,6 @@ async def test_without_a_majority_nothing_is_said():
                 member.launch()
             await eventually(lambda: client.put(OURS, b"three"))
             await seen.until(lambda: seen.view == {KEY: b"three"})
-
-
-async def test_tls_wants_our_certificate_and_theirs():
-    async with running_etcd(tls=True) as etcd:
-        pem = certificates()
-        etcd.enable_users()  # the certificate's common name is a user
-        async with EtcdClient(etcd.addresses, pem.security()) as client:
-            await client.put(OURS, b"one")
-            with pytest.raises(PermissionDenied, match=r"docs/etcd\.md"):
-                await client.put(b"/else", b"")
-            assert client.num_authentications == 0
-        stranger, not_theirs = pem.security("stranger"), pem.believing("stranger", None)
-        for security in (None, pem.security(None), stranger, not_theirs):
-            async with EtcdClient(etcd.addresses, security, call_timeout_s=0.5) as client:
-                with pytest.raises((PeerGone, PeerTimeout)):
-                    await client.get(OURS)
-
-
-async def test_certificates_that_were_renewed_count_once_they_fit_each_other(tmp_path, caplog):
-    """For calls, too, that have tried the old ones in vain all the time."""
-    pem = certificates()
-
-    def copy(name: str, to: str) -> None:
-        shutil.copy(pem.path(name), tmp_path / f"{to}.new")
-        (tmp_path / f"{to}.new").replace(tmp_path / to)
-
-    copy("ca.pem", "ca.pem")
-    copy("stranger.pem", "own.pem")
-    copy("stranger.key", "own.key")
-    async with running_etcd(tls=True) as etcd:
-        options = EtcdOptions(
-            etcd=tuple(etcd.addresses),
-            etcd_ca=str(tmp_path / "ca.pem"),
-            etcd_cert=str(tmp_path / "own.pem"),
-            etcd_key=str(tmp_path / "own.key"),
-        )
-        client = EtcdClient(etcd.addresses, security_of(options), call_timeout_s=DEADLINE_S)
-        async with client, asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(client.get(OURS)) for _ in range(20)]
-            copy("worker.pem", "own.pem")
-            await until(lambda: "certificate_not_read" in caplog.messages)
-            num_attempts = client.num_attempts
-            await until(lambda: client.num_attempts > num_attempts + 2 * len(asked))
-            assert not any(task.done() for task in asked)
-            copy("worker.key", "own.key")
-        assert [task.result() for task in asked] == [None] * len(asked)
-    assert caplog.messages.count("certificate_not_read") == 1
 
 
 async def test_users_passwords_and_what_they_may():
