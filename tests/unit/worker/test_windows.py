@@ -311,6 +311,21 @@ async def test_w8_a_send_that_still_runs_when_done_comes_keeps_its_blocks(worker
     await until(lambda: is_at_rest(prefill))
 
 
+async def test_w8_a_leg_that_is_left_while_decode_reads_its_kv_keeps_the_blocks(workers, prefill):
+    """Freed at once, they would be another request's while they are read."""
+    decode = workers.start("decode", parts=WorkerParts(make_transfer=HeldCopies))
+    decode._lanes.engines[0].is_holding = True
+    first = start(prefill.prefill.run, prefill_leg("r"))
+    rest = start(decode.decode.run, decode_leg("r", prefill))
+    await until(lambda: decode._lanes.engines[0].held)
+    first.cancel()
+    await until(lambda: prefill.status().num_transferring == 0)
+    assert prefill.status().num_blocks_quarantined == 10
+    decode._lanes.engines[0].let_go()
+    assert isinstance(await rest, KvMissing)
+    await until(lambda: is_at_rest(prefill))
+
+
 # W9: prefill restarts at the same address
 
 
