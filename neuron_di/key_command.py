@@ -103,8 +103,10 @@ def _record(
     try:
         return msgspec.convert(fields, KeyRecord)
     except msgspec.ValidationError as error:
-        reason = str(error)
-        if reason.endswith("`$.tenant`"):
+        words, _, place = str(error).partition(" - at `$.")
+        field = place.rstrip("`")
+        reason = f"--{field.replace('_', '-')}: {words.replace('`', '')}"
+        if field == "tenant":
             reason = "a tenant's name has 1 to 64 letters, digits and ._@-"
         raise ConfigError(f"a key cannot be like this: {reason}") from None
 

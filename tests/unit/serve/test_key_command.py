@@ -96,6 +96,13 @@ def test_a_name_that_none_may_have_is_refused_in_words(capsys, file):
     assert not os.path.exists(file)
 
 
+def test_a_limit_that_none_may_have_is_named_by_its_flag(capsys, file):
+    code, _, error = run(capsys, "create", file, "alice", "--tokens-per-minute=0")
+    assert code == 2
+    assert error.endswith("--tokens-per-minute: Expected int >= 1")
+    assert not os.path.exists(file)
+
+
 def write_keys(path: Path) -> None:
     key_id, _, digest = make_key()
     with changing_key_file(path, may_be_new=True) as keys:
