@@ -81,7 +81,9 @@ if [ ! -e ca.pem ]; then
 fi
 # Members are clients of each other, so the server's certificate is good for both.
 sign server etcd "extendedKeyUsage=serverAuth,clientAuth\nsubjectAltName=$names\n"
+# Workers show theirs to each other, too, as clients and as servers (--transfer-tls-cert). It names
+# no host, so nobody takes it for etcd's.
 for user in "$@"; do
-    sign "$user" "$user" "extendedKeyUsage=clientAuth\n"
+    sign "$user" "$user" "extendedKeyUsage=clientAuth,serverAuth\n"
 done
 chmod 644 ./*.pem

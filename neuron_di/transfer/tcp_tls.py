@@ -9,6 +9,7 @@ Files that were renewed count from the next connection on: a worker outlives its
 import hashlib
 import ssl
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +105,14 @@ def _read(cert: str, key: str, ca: str) -> Tls:
         text = Path(cert).read_text(encoding="ascii", errors="replace")
         own = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
         digest = digest_of(ssl.PEM_cert_to_DER_cert(own))
+        _shake_hands(server, client)
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            "workers would not take each other's --transfer-tls-cert: "
+            f"{error.verify_message}. It must be of the authority of --transfer-tls-ca, in force, "
+            "and good for servers and for clients",
+            param="transfer_tls_cert",
+        ) from None
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigError(
             f"the files of --transfer-tls-cert, -key and -ca do not serve: {error}. All are PEM "
@@ -111,6 +120,16 @@ def _read(cert: str, key: str, ca: str) -> Tls:
             param="transfer_tls_cert",
         ) from None
     return Tls(server, client, digest)
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    """Between two ends that have these files, without a network."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    prefill = server.wrap_bio(to_server, to_client, server_side=True)
+    decode = client.wrap_bio(to_client, to_server)
+    for end in (decode, prefill, decode, prefill):  # hello, certificate, certificate, finished
+        with suppress(ssl.SSLWantReadError):
+            end.do_handshake()
 
 
 def digest_of(certificate: bytes | None) -> bytes:

@@ -118,11 +118,42 @@ def test_whoever_reads_slowly_does_not_keep_the_blocks_for_long(certificates):
 
 
 @pytest.mark.parametrize(
-    ("ca", "trusted"), [("other", "other"), ("one", "other"), ("other", "one")]
+    ("usage", "days", "words"),
+    [
+        ("clientAuth", 2, "purpose"),
+        ("serverAuth", 2, "purpose"),
+        ("serverAuth,clientAuth", -1, "expired"),
+        ("serverAuth,clientAuth", 2, ""),
+    ],
 )
-def test_a_certificate_of_another_authority_is_refused(certificates, ca, trusted):
-    """At either end, whoever does not trust whom."""
-    options = TransferOptions(**certificates(ca, trusted))
+def test_a_certificate_that_no_peer_would_take_is_refused_at_the_start(
+    certificates, tmp_path, usage, days, words
+):
+    files = certificates("one")
+    ca, cert = Path(files["transfer_tls_ca"]), tmp_path / "cert.pem"
+    (tmp_path / "extensions").write_text(f"extendedKeyUsage={usage}\n")
+    key = files["transfer_tls_key"]
+    asked = ("openssl", "req", "-new", "-key", key, "-subj", "/CN=worker", "-out", "request")
+    signed = ("openssl", "x509", "-req", "-in", "request", "-CA", str(ca), "-CAkey",
+              str(ca.with_suffix(".key")), "-set_serial", "9", "-days", str(days),
+              "-extfile", "extensions", "-out", str(cert))  # fmt: skip
+    for command in (asked, signed):
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    options = TransferOptions(**{**files, "transfer_tls_cert": str(cert)})
+    if not words:
+        assert open_tls(options) is not None
+        return
+    with pytest.raises(ConfigError, match=rf"--transfer-tls-cert: .*{words}"):
+        open_tls(options)
+
+
+def test_a_certificate_that_is_not_of_the_authority_is_refused_at_the_start(certificates):
+    with pytest.raises(ConfigError, match="issuer"):
+        open_tls(TransferOptions(**certificates("one", "other")))
+
+
+def test_a_certificate_of_another_authority_is_refused(certificates):
+    options = TransferOptions(**certificates("other"))
     with (
         tcp_pair(**certificates("one")) as pair,
         closing(KvPool.create(LAYOUT, 1, Incarnation("x"))) as pool,
@@ -135,8 +166,7 @@ def test_a_certificate_of_another_authority_is_refused(certificates, ca, trusted
 
 
 def test_what_is_wrong_with_tls_is_said_at_both_ends(certificates, caplog):
-    """The decode worker does not trust the prefill worker."""
-    options = TransferOptions(**certificates("one", "other"))
+    options = TransferOptions(**certificates("other"))
     with (
         tcp_pair(**certificates("one"), is_connected=False) as pair,
         closing(KvPool.create(LAYOUT, 1, Incarnation("x"))) as pool,
