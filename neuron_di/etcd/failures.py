@@ -23,6 +23,7 @@ _CORRUPT = "corrupt cluster"
 _TOO_LARGE = "received message larger than max"
 # What etcd says, under any code, when it gave up in the middle of it.
 _GAVE_UP = ("context deadline exceeded", "context canceled", "proposal dropped", "timed out")
+_BUSY_OR_ENDED = ("too many requests", "stream removed", "raft: stopped")  # likewise
 _NOT_SENT = ("failed to connect", "no leader", "connection refused", "name resolution")
 # How a connection fails where one end speaks TLS and the other does not, or is not believed.
 _TLS_FAILED = ("socket closed", "tsi_data_corrupted", "handshake", "ssl", "certificate")
@@ -104,7 +105,7 @@ def failure_of(code: grpc.StatusCode, details: str | None, endpoint: str) -> Fai
     if code is _Code.DEADLINE_EXCEEDED or any(each in lower for each in _GAVE_UP):
         late = PeerTimeout(f"etcd at {endpoint} did not answer in time")
         return Failure(late, Mend.ANOTHER_TRY, may_have_happened=True)
-    if code in _UNREACHABLE or "too many requests" in lower:
+    if code in _UNREACHABLE or any(each in lower for each in _BUSY_OR_ENDED):
         gone = PeerGone(f"etcd at {endpoint} cannot be reached: {words}{_hint(lower)}")
         was_sent = not any(each in lower for each in _NOT_SENT)
         return Failure(gone, Mend.ANOTHER_TRY, may_have_happened=was_sent)

@@ -39,7 +39,8 @@ Code = grpc.StatusCode
         (Code.INVALID_ARGUMENT, "key is not provided", PeerRefused, "NOTHING", False),
         (Code.UNIMPLEMENTED, "unknown service", RemoteProtocolError, "ANOTHER_TRY", False),
         (Code.INTERNAL, None, RemoteProtocolError, "ANOTHER_TRY", True),
-        (Code.UNKNOWN, "raft: stopped", RemoteProtocolError, "ANOTHER_TRY", True),
+        (Code.UNKNOWN, "raft: stopped", PeerGone, "ANOTHER_TRY", True),
+        (Code.UNKNOWN, "Stream removed (RST_STREAM)", PeerGone, "ANOTHER_TRY", True),
         (Code.DATA_LOSS, "etcdserver: corrupt cluster", CorruptData, "NOTHING", False),
     ],
 )  # fmt: skip
