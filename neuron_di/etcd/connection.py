@@ -161,7 +161,9 @@ class Connection:
             self.leave(endpoint)
             num_tries += 1
             if num_tries % len(self._addresses) == 0:
-                await asyncio.sleep(min(pause_s, deadline.remaining_s()))
+                if deadline.remaining_s() < 2 * pause_s:  # a try in a hurry would hide the reason
+                    raise failure.error
+                await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
     def endpoint(self) -> Endpoint:

@@ -105,7 +105,8 @@ def failure_of(code: grpc.StatusCode, details: str | None, endpoint: str) -> Fai
     if code is _Code.DEADLINE_EXCEEDED or any(each in lower for each in _GAVE_UP):
         late = PeerTimeout(f"etcd at {endpoint} did not answer in time")
         return Failure(late, Mend.ANOTHER_TRY, may_have_happened=True)
-    if code in _UNREACHABLE or any(each in lower for each in _BUSY_OR_ENDED):
+    is_busy = any(each in lower for each in _BUSY_OR_ENDED) and _TOO_LARGE not in lower
+    if code in _UNREACHABLE or is_busy:
         gone = PeerGone(f"etcd at {endpoint} cannot be reached: {words}{_hint(lower)}")
         was_sent = not any(each in lower for each in _NOT_SENT)
         return Failure(gone, Mend.ANOTHER_TRY, may_have_happened=was_sent)

@@ -36,6 +36,8 @@ Code = grpc.StatusCode
         (Code.RESOURCE_EXHAUSTED, "database space exceeded", NoSpace, "NOTHING", False),
         (Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 8)",
          AnswerTooLarge, "NOTHING", False),
+        (Code.RESOURCE_EXHAUSTED, "Stream removed (CLIENT: Received message larger than max (9))",
+         AnswerTooLarge, "NOTHING", False),
         (Code.INVALID_ARGUMENT, "key is not provided", PeerRefused, "NOTHING", False),
         (Code.UNIMPLEMENTED, "unknown service", RemoteProtocolError, "ANOTHER_TRY", False),
         (Code.INTERNAL, None, RemoteProtocolError, "ANOTHER_TRY", True),
