@@ -61,7 +61,7 @@ def test_a_second_key_has_its_tenants_limits(capsys, file):
         (["create", "FILE", "two words"], "tenant"),
         (["create", "FILE", "a", "--weight=-1"], "weight"),
         (["create", "FILE", "a", "--weight=nan"], "weight"),
-        (["create", "FILE", "a", "--requests-max=0"], "requests_max"),
+        (["create", "FILE", "a", "--requests-max=0"], "--requests-max"),
         (["create", "FILE", "a", "--requests-mix=1"], "--requests-max"),
         (["create", "FILE", "a", "--expires-days=1e99"], "expires-days"),
         (["create", "FILE", "a", "--expires-days=0"], "expires-days"),
