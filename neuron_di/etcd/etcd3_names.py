@@ -66,8 +66,8 @@ def client(
     """A client of one member. Certificates are names of files; `timeout` is seconds per call."""
     pem = None
     if ca_cert is not None:
-        files = (None if file is None else Path(file) for file in (cert_cert, cert_key))
-        cert, key = (None if file is None else file.read_bytes() for file in files)
+        files = cert_cert, cert_key
+        cert, key = (None if file is None else Path(file).read_bytes() for file in files)
         pem = Pem(Path(ca_cert).read_bytes(), cert, key)
     security = Security(
         pem=None if pem is None else lambda: pem,

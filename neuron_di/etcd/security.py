@@ -3,12 +3,13 @@
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from neuron_di.certificate_files import CertificateFiles
 from neuron_di.config import EtcdOptions
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
-from neuron_di.seen_file import look_at
 
 _log = get_logger(__name__)
 
@@ -55,55 +56,30 @@ def security_of(options: EtcdOptions) -> Security:
             _log.warning("etcd_password_in_the_clear", mend="give --etcd-ca")
     pem = None
     if options.etcd_ca is not None:
-        pem = _PemFiles(options.etcd_ca, options.etcd_cert, options.etcd_key)
+        files = options.etcd_ca, options.etcd_cert, options.etcd_key
+        given = [file for file in files if file is not None]
+        pem = CertificateFiles(given, partial(_read, *files)).latest
     return Security(pem=pem, user=options.etcd_user, password=password)
 
 
-class _PemFiles:
-    """Reads the files again when they changed. While they are no good, the last ones stay."""
-
-    def __init__(self, ca: str, cert: str | None, key: str | None) -> None:
-        self._ca, self._cert, self._key = ca, cert, key
-        self._not_read = ""  # why, when it was last tried
-        self._seen = self._look()
-        self._pem = self._read()
-
-    def __call__(self) -> Pem:
-        seen = self._look()
-        if seen != self._seen:
-            try:
-                self._pem, self._seen, self._not_read = self._read(), seen, ""
-                _log.info("certificate_read")
-            except ConfigError as error:  # what failed is tried again
-                if error.message != self._not_read:
-                    _log.error("certificate_not_read", reason=error.message)
-                self._not_read = error.message
-        return self._pem
-
-    def _look(self) -> tuple[object, ...]:
-        files = (self._ca, self._cert, self._key)
-        return tuple(look_at(Path(file)) for file in files if file is not None)
-
-    def _read(self) -> Pem:
-        cert = key = None
-        ca = _text("--etcd-ca", self._ca)
-        if self._cert is not None and self._key is not None:
-            cert, key = _text("--etcd-cert", self._cert), _text("--etcd-key", self._key)
-        self._check_tls()
-        return Pem(ca, cert, key)
-
-    def _check_tls(self) -> None:
-        """gRPC takes any files, and says of each connection only that it could not be secured."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        name = self._ca
-        try:
-            context.load_verify_locations(self._ca)
-            if self._cert is not None:
-                name = f"{self._cert} with the key {self._key}"
-                # An empty password: a key that is encrypted must fail here, not ask at a terminal.
-                context.load_cert_chain(self._cert, self._key, password="")
-        except OSError as error:  # SSLError is one
-            raise ConfigError(f"cannot use the certificate {name} for etcd: {error}") from None
+def _read(ca: str, cert: str | None, key: str | None) -> Pem:
+    pem = Pem(
+        _text("--etcd-ca", ca),
+        None if cert is None else _text("--etcd-cert", cert),
+        None if key is None else _text("--etcd-key", key),
+    )
+    # gRPC takes any files, and says of each connection only that it could not be secured.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    name = ca
+    try:
+        context.load_verify_locations(ca)
+        if cert is not None:
+            name = f"{cert} with the key {key}"
+            # An empty password: a key that is encrypted must fail here, not ask at a terminal.
+            context.load_cert_chain(cert, key, password="")
+    except OSError as error:  # SSLError is one
+        raise ConfigError(f"cannot use the certificate {name} for etcd: {error}") from None
+    return pem
 
 
 class _PasswordFile:

@@ -8,20 +8,18 @@ Files that were renewed count from the next connection on: a worker outlives its
 
 import hashlib
 import ssl
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
+from neuron_di.certificate_files import CertificateFiles
 from neuron_di.config import TransferOptions
 from neuron_di.errors import ConfigError
-from neuron_di.obs import get_logger
-from neuron_di.seen_file import look_at
 
 NO_CERTIFICATE = bytes(32)
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,42 +31,7 @@ class Tls:
     certificate_digest: bytes  # of this worker's own
 
 
-class TlsFiles:
-    """A certificate, its key and its authority's certificate, in PEM. Thread-safe.
-
-    ConfigError where they do not serve at the start. Later the last good ones stay in force, and
-    the log says why.
-    """
-
-    def __init__(self, cert: str, key: str, ca: str) -> None:
-        self._files = cert, key, ca
-        self._lock = threading.Lock()
-        self._not_read = ""  # why, when it was last tried
-        self._seen = self._look()
-        self._tls = _read(*self._files)
-
-    def latest(self) -> Tls:
-        """For a connection that begins now. Reads the files if they changed: some milliseconds."""
-        with self._lock:
-            seen = self._look()
-            if seen != self._seen and self._read_again():  # what failed is tried again
-                self._seen = seen
-            return self._tls
-
-    def _read_again(self) -> bool:
-        try:
-            self._tls = _read(*self._files)
-        except ConfigError as error:
-            if error.message != self._not_read:
-                _log.error("certificate_not_read", reason=error.message)
-            self._not_read = error.message
-            return False
-        self._not_read = ""
-        _log.info("certificate_read")
-        return True
-
-    def _look(self) -> tuple[object, ...]:
-        return tuple(look_at(Path(file)) for file in self._files)
+TlsFiles: TypeAlias = CertificateFiles[Tls]
 
 
 def open_tls(options: TransferOptions) -> TlsFiles | None:
@@ -80,11 +43,11 @@ def open_tls(options: TransferOptions) -> TlsFiles | None:
     )
     if cert is None or key is None or ca is None:
         return None
-    return TlsFiles(cert, key, ca)
+    return CertificateFiles((cert, key, ca), partial(_read, cert, key, ca))
 
 
 def latest_of(files: TlsFiles | None) -> Tls | None:
-    """None where there is no TLS."""
+    """For a connection that begins now. None where there is no TLS."""
     return None if files is None else files.latest()
 
 

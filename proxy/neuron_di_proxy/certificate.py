@@ -5,19 +5,16 @@ So one that is renewed needs no restart, and one that nobody renews is told befo
 
 import ssl
 from contextlib import suppress
-from pathlib import Path
 
+from neuron_di.certificate_files import CertificateFiles
 from neuron_di.clock import unix_s
 from neuron_di.config import FrontOptions
 from neuron_di.errors import ConfigError
 from neuron_di.obs import get_logger
-from neuron_di.seen_file import Seen, look_at
 
 LOOK_INTERVAL_S = 10.0  # between two looks at whether the files changed
 ENDS_SOON_S = 14 * 86400.0
 _TELL_INTERVAL_S = 86400.0  # of one that ends soon
-
-_Files = tuple[Seen | None, Seen | None]
 
 _log = get_logger(__name__)
 
@@ -31,36 +28,23 @@ class Certificate:
 
     def __init__(self, cert: str, key: str) -> None:
         self._cert, self._key = cert, key
-        self._seen: _Files | None = self._look_at_files()
         self.context = _read(cert, key)
-        self._not_read = ""  # why, when it was last looked at
         self._trouble = ""  # of the one in force: what keeps clients from trusting it
         self._ends_s: float | None = None
         self._tell_again_s = 0.0
-        self._examine()
+        self._files = CertificateFiles((cert, key), self._show)
 
     def look(self) -> None:
         """Read the files again if they changed. Say once a day that the certificate ends soon."""
-        seen = self._look_at_files()
-        if seen != self._seen:
-            self._seen = seen if self._read_again() else None  # what failed is tried again
+        self._files.latest()
         if unix_s() >= self._tell_again_s:
             self._tell()
 
-    def _read_again(self) -> bool:
-        try:
-            _read(self._cert, self._key)  # of files that do not fit, the context would keep a part
-            self.context.load_cert_chain(self._cert, self._key, password="")
-        except (ConfigError, OSError) as error:
-            reason = str(error)
-            if reason != self._not_read:
-                _log.error("certificate_not_read", reason=reason)
-            self._not_read = reason
-            return False
-        self._not_read = ""
-        _log.info("certificate_read")
+    def _show(self) -> None:
+        """What the files hold, from now on. ConfigError: they are no good."""
+        _read(self._cert, self._key)  # of files that do not fit, the context would keep a part
+        _load(self.context, self._cert, self._key)
         self._examine()
-        return True
 
     def _examine(self) -> None:
         self._trouble, self._ends_s = "", None
@@ -82,9 +66,6 @@ class Certificate:
         elif left_s < ENDS_SOON_S:
             _log.warning("certificate_ends_soon", file=self._cert, days=int(left_s / 86400))
 
-    def _look_at_files(self) -> _Files:
-        return look_at(Path(self._cert)), look_at(Path(self._key))
-
 
 def certificate_of(front: FrontOptions) -> Certificate | None:
     """None where the proxy does not speak TLS. Raises ConfigError."""
@@ -101,6 +82,11 @@ def _read(cert: str, key: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2", "http/1.1"])
+    _load(context, cert, key)
+    return context
+
+
+def _load(context: ssl.SSLContext, cert: str, key: str) -> None:
     try:
         # An empty password: a key that is encrypted must fail here, not ask at a terminal.
         context.load_cert_chain(cert, key, password="")
@@ -110,7 +96,6 @@ def _read(cert: str, key: str) -> ssl.SSLContext:
             "Both are PEM files, the chain begins with the server's own certificate, and the key "
             "is that certificate's, without a password."
         ) from None
-    return context
 
 
 def _end_of(server: ssl.SSLContext, cert: str) -> float | None:
