@@ -1,6 +1,7 @@
 """Who turns the engine: its own thread, or somebody without it."""
 
 import threading
+from itertools import count
 from queue import SimpleQueue
 
 import pytest
@@ -116,12 +117,15 @@ def test_stop_with_work_left_frees_every_block(running):
 
 
 def test_when_its_books_are_wrong_it_breaks_all_and_refuses_more(running, monkeypatch):
-    def fail():
+    schedule, num_plans = running.scheduler.schedule, count()
+
+    def fail_in_mid_answer():
+        if next(num_plans) < 4:
+            return schedule()
         raise LocalProtocolError("integrity lost")
 
+    monkeypatch.setattr(running.scheduler, "schedule", fail_in_mid_answer)
     running.engine.submit(running.request("a", max_tokens=60))
-    running.sink.get(timeout=30)
-    monkeypatch.setattr(running.scheduler, "schedule", fail)
     (broken,) = [e for e in events_until_ended(running, 1) if not isinstance(e, Emitted)]
     assert broken.key == key("a")
     assert running.engine.has_failed
