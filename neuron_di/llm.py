@@ -58,13 +58,15 @@ class LLM:
         self._model = load_model(model, None, "both", limits)
         limits = self._model.limits(limits)
         self._waiting_max = limits.waiting_max
+        pool = BlockPool(self._model.backend.pool.num_blocks)
         scheduler = CombinedScheduler(
-            BlockPool(self._model.backend.pool.num_blocks),
+            pool,
             block_size=limits.block_size,
             batch_size=limits.decode_batch,
             chunk_tokens=limits.chunk,
             waiting_max=limits.waiting_max,
             reserve_tokens=limits.reserve_tokens,
+            prefixes=self._model.prefix_cache(limits, pool),
         )
         self._lock = threading.Lock()  # held while prompts are answered: events are of one call
         self._is_closed = False

@@ -69,6 +69,11 @@ class Backend(Protocol):
         """
         ...
 
+    def copy_blocks(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> None:
+        """Copy whole blocks within the pool, as many of either and none of both, in order with the
+        steps: what was computed before is copied, and what is computed next reads the copies."""
+        ...
+
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:
         """Return once no device write to these blocks is in flight: they may be read or freed."""
         ...

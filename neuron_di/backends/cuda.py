@@ -145,6 +145,10 @@ class CudaBackend:
                 self._device.synchronize()
             return tokens
 
+    def copy_blocks(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> None:
+        with self._step(targets):
+            self._computing.model.copy_blocks(sources, targets)
+
     def quiesce(self, block_ids: Sequence[BlockId]) -> None:  # noqa: ARG002
         """Wait for all that was launched, whichever blocks it writes. As a rule it is done: a
         request ends when its token was read."""

@@ -109,6 +109,13 @@ class CudaModel:
             return None
         return self._logits(hidden_TE[-1:], last_product_TE[-1:])[0]
 
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Whole blocks of the pool, as many of either and none of both."""
+        source_N, target_N = (
+            torch.tensor(ids, dtype=torch.int64, device=self._device) for ids in (sources, targets)
+        )
+        self._pool_NLCKSD.index_copy_(0, target_N, self._pool_NLCKSD.index_select(0, source_N))
+
     def decode_rows(self, id_B: Tensor, position_B: Tensor, table_BN: Tensor) -> Tensor:
         """Logits [B, V], float32, of one position of each row. All are on the device, int32.
 

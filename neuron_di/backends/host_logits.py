@@ -7,13 +7,18 @@ from torch import Tensor
 
 from neuron_di.backends.backend import LayerHook
 from neuron_di.core import DecodeBatch, PrefillChunk
-from neuron_di.kv import KvLayout
+from neuron_di.kv import KvLayout, KvPool
 from neuron_di.request import Request
 from neuron_di.types import BlockId
 
 
 class HostLogits:
-    """The two methods of a Backend in which there is nothing to do, then."""
+    """The methods of a Backend that ask nothing of its device, then. Its pool is the host's."""
+
+    pool: KvPool
+
+    def copy_blocks(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> None:
+        self.pool.copy_blocks(sources, targets)
 
     def draw(self, logits_BV: Tensor, requests: Sequence[Request]) -> list[int | None]:  # noqa: ARG002
         return [None] * len(requests)

@@ -113,6 +113,9 @@ class NeuronBackend(HostLogits):
         rows = {slot: row for row, slot in enumerate(slots)}
         return logits_BV[[rows[_slot_of(request)] for request in batch.requests]]
 
+    def copy_blocks(self, sources: object, targets: object) -> None:  # noqa: ARG002
+        raise LocalProtocolError("a block of this device is a whole context: none is kept")
+
     def watch(self, on_lost: OnLost) -> None:
         self._device_pool.watch_loss(on_lost)
 

@@ -4,6 +4,7 @@ from neuron_di.config.control_group import available_memory_bytes, usable_cores
 from neuron_di.config.cuda import CudaOptions
 from neuron_di.config.descriptor_limit import connections_within, raise_descriptor_limit
 from neuron_di.config.doctor import DoctorOptions
+from neuron_di.config.engine import EngineOptions
 from neuron_di.config.environment import child_environment
 from neuron_di.config.etcd import EtcdOptions
 from neuron_di.config.exposure import cannot_listen, is_loopback, require_address
@@ -21,7 +22,6 @@ from neuron_di.config.neuron import NeuronOptions
 from neuron_di.config.option import ByteSize
 from neuron_di.config.options import (
     CompileOptions,
-    EngineOptions,
     LogOptions,
     ProxyOptions,
     ServeOptions,

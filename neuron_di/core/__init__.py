@@ -7,6 +7,7 @@ from neuron_di.core.completion import CompletionToken
 from neuron_di.core.decode_scheduler import DecodeScheduler
 from neuron_di.core.plan import DecodeBatch, PrefillChunk, StepPlan
 from neuron_di.core.prefill_scheduler import PrefillScheduler
+from neuron_di.core.prefix_cache import PrefixCache
 from neuron_di.core.scheduler import Scheduler
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "DecodeScheduler",
     "PrefillChunk",
     "PrefillScheduler",
+    "PrefixCache",
     "Scheduler",
     "StepPlan",
 ]

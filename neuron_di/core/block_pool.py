@@ -13,6 +13,7 @@ from neuron_di.types import BlockId
 TAKEN = 0
 FREE = 1
 FOREIGN = 2  # another worker's
+KEPT = 3  # free, and holds something that may be of use until somebody needs the block
 # A run of FREE bytes. Found in C, and by a literal first byte: `\x01+` takes 50 times as long.
 FREE_RUN = re.compile(rb"\x01\x01*")
 
@@ -29,7 +30,10 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         """A pool of the blocks 0 to `num_blocks`."""
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
+        self.num_free = num_blocks  # those that are kept included
+        self.num_kept = 0
+        # Asked for so many more blocks: lets go of at least as many kept ones, by `let_go`.
+        self.forget: Callable[[int], None] = lambda _: None
         self._states = bytearray([FREE]) * num_blocks
         self._exchanges: Callable[[], list[Exchange]] = list
 
@@ -54,6 +58,8 @@ class BlockPool:
         """
         if num_blocks > self.num_free:
             raise CapacityError(f"{num_blocks} KV blocks are needed, {self.num_free} are free")
+        if num_blocks > self.num_unused:
+            self.forget(num_blocks - self.num_unused)
         runs = [range(*match.span()) for match in FREE_RUN.finditer(self._states)]
         runs.sort(key=len)
         taken: list[BlockId] = []
@@ -75,6 +81,27 @@ class BlockPool:
         for block_id in block_ids:
             states[block_id] = FREE
         self.num_free += len(block_ids)
+
+    @property
+    def num_unused(self) -> int:
+        """Free blocks that hold nothing."""
+        return self.num_free - self.num_kept
+
+    def keep(self, block_ids: Sequence[BlockId]) -> None:
+        """Give blocks back that hold something: they stay as they are until they are needed."""
+        self.free(block_ids)
+        self._mark(block_ids, KEPT)
+        self.num_kept += len(block_ids)
+
+    def let_go(self, block_ids: Sequence[BlockId]) -> None:
+        """What these kept blocks hold is of no use any more."""
+        require(all(self._states[each] == KEPT for each in block_ids), "a block is not kept")
+        self._mark(block_ids, FREE)
+        self.num_kept -= len(block_ids)
+
+    def _mark(self, block_ids: Sequence[BlockId], state: int) -> None:
+        for block_id in block_ids:
+            self._states[block_id] = state
 
     def follow_exchanges(self, owned: Iterable[list[BlockId]]) -> None:
         """Put what came for a block in its place, here and in the lists of whoever owns blocks.
@@ -103,15 +130,19 @@ class BlockPool:
             block_ids[index] = came
             states[went], states[came] = FOREIGN, TAKEN
 
-    def check_integrity(self, owned: Iterable[Sequence[BlockId]]) -> None:
-        """Raise LocalProtocolError unless free and owned blocks are every block exactly once."""
-        require(self.num_free == self._states.count(FREE), "num_free is not the free blocks")
+    def check_integrity(
+        self, owned: Iterable[Sequence[BlockId]], kept: Iterable[Sequence[BlockId]] = ()
+    ) -> None:
+        """Raise LocalProtocolError unless unused, kept and owned blocks are every block once."""
         accounted = bytearray(self._states)
-        for block_ids in owned:
-            for block_id in block_ids:
-                if not (0 <= block_id < len(accounted) and accounted[block_id] == TAKEN):
+        require(self.num_unused == accounted.count(FREE), "num_free is not the free blocks")
+        require(self.num_kept == accounted.count(KEPT), "num_kept is not the kept blocks")
+        for state, listed in ((TAKEN, owned), (KEPT, kept)):
+            for block_id in (each for block_ids in listed for each in block_ids):
+                if not (0 <= block_id < len(accounted) and accounted[block_id] == state):
                     raise LocalProtocolError(f"block {block_id} is free, owned twice or foreign")
-                accounted[block_id] = 1
-        require(0 not in accounted, f"{accounted.count(TAKEN)} blocks are neither free nor owned")
+                accounted[block_id] = FREE
+        num_lost = accounted.count(TAKEN) + accounted.count(KEPT)
+        require(not num_lost, f"{num_lost} blocks are neither free nor owned")
         num_here = len(accounted) - accounted.count(FOREIGN)
         require(num_here == self.num_blocks, f"{num_here} blocks of {self.num_blocks} are here")

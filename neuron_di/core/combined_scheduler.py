@@ -11,6 +11,7 @@ from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
 from neuron_di.core.growth import Growth
 from neuron_di.core.plan import DecodeBatch, PrefillChunk, StepPlan
+from neuron_di.core.prefix_cache import PrefixCache
 from neuron_di.core.require import require
 from neuron_di.core.waiting_queue import WaitingQueue
 from neuron_di.errors import NeuronDiError
@@ -30,7 +31,9 @@ class CombinedScheduler:
         chunk_tokens: int,
         waiting_max: int,
         reserve_tokens: int,
+        prefixes: PrefixCache | None = None,
     ) -> None:
+        self.prefixes = prefixes
         self._pool = pool
         self._batch_size = batch_size
         self._chunk_tokens = chunk_tokens
@@ -41,6 +44,7 @@ class CombinedScheduler:
             waiting_max=waiting_max,
             num_tokens=self._growth.num_tokens,
             num_tokens_at_most=lambda request: request.num_kv_at_most,
+            prefixes=prefixes,
         )
         self._running: list[Request] = []
 
@@ -78,7 +82,8 @@ class CombinedScheduler:
                 request.status = RequestStatus.RUNNING
                 self._running.append(request)
         if self._is_prefilling():
-            return PrefillChunk.next_of(self._running[-1], self._chunk_tokens)
+            found = self.prefixes and self.prefixes.next_of(self._running[-1])
+            return found or PrefillChunk.next_of(self._running[-1], self._chunk_tokens)
         ready = self._growth.grow(self._running)
         return DecodeBatch(tuple(ready)) if ready else None
 
@@ -103,8 +108,9 @@ class CombinedScheduler:
     def count_blocks(self) -> BlockCount:
         return BlockCount(
             total=self._pool.num_blocks,
-            free=self._pool.num_free,
+            free=self._pool.num_unused,
             running=sum(len(request.block_ids) for request in self._running),
+            cached=self._pool.num_kept,
         )
 
     def check_integrity(self) -> None:
@@ -117,7 +123,8 @@ class CombinedScheduler:
         for request in self._running[:-1]:
             require(request.num_computed >= request.num_prefilled, f"{request!r} was overtaken")
         self._waiting.check_integrity()
-        self._pool.check_integrity(request.block_ids for request in self._running)
+        kept = self.prefixes.owned() if self.prefixes else ()
+        self._pool.check_integrity((request.block_ids for request in self._running), kept)
 
     def _is_prefilling(self) -> bool:
         if not self._running:

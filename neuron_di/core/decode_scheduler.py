@@ -38,6 +38,7 @@ class DecodeScheduler:
         waiting_max: int,
         reserve_tokens: int,
     ) -> None:
+        self.prefixes = None  # it computes no prompts
         self._pool = pool
         self._batch_size = batch_size
         self._growth = Growth(pool, block_size=block_size, reserve_tokens=reserve_tokens)

@@ -5,6 +5,7 @@ from typing import Self
 
 from neuron_di.core.require import require
 from neuron_di.request import Request
+from neuron_di.types import BlockId
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +14,14 @@ class PrefillChunk:
 
     A chunk lies in the prompt, or behind it (`is_replay`). There the positions were computed by
     decode steps once, and must be computed the same way again.
+
+    `reused`: kept blocks that have its KV. It is copied, and nothing is computed.
     """
 
     request: Request
     start: int
     end: int
+    reused: tuple[BlockId, ...] = ()
 
     @classmethod
     def next_of(cls, request: Request, tokens_max: int) -> Self:
@@ -48,6 +52,8 @@ class PrefillChunk:
         """Record that the chunk's KV is in the request's blocks. The engine calls it once."""
         require(self.request.num_computed == self.start, f"{self.request!r}: chunk out of order")
         self.request.num_computed = self.end
+        if self.reused:
+            self.request.num_cached += self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
 from neuron_di.core.completion import CompletionToken
 from neuron_di.core.plan import PrefillChunk
+from neuron_di.core.prefix_cache import PrefixCache
 from neuron_di.core.quarantine import Quarantine
 from neuron_di.core.require import require
 from neuron_di.core.waiting_queue import WaitingQueue
@@ -21,7 +22,7 @@ from neuron_di.types import FinishReason
 
 class PrefillScheduler:
     """Runs prompts in chunks of at most `chunk_tokens`. Reserves blocks for what it computes only:
-    the prompt, and the tokens that are given with it.
+    the prompt, and the tokens that are given with it. What `prefixes` has is not computed again.
 
     After the last chunk and before the next `schedule()` the engine parks or finishes the request.
     """
@@ -34,7 +35,9 @@ class PrefillScheduler:
         batch_size: int,
         chunk_tokens: int,
         waiting_max: int,
+        prefixes: PrefixCache | None = None,
     ) -> None:
+        self.prefixes = prefixes
         self._pool = pool
         self._block_size = block_size
         self._batch_size = batch_size
@@ -45,6 +48,7 @@ class PrefillScheduler:
             waiting_max=waiting_max,
             num_tokens=lambda request: request.num_prefilled,
             num_tokens_at_most=lambda request: request.num_prefilled,
+            prefixes=prefixes,
         )
         self._running: Request | None = None
         self._transferring: list[Request] = []
@@ -84,7 +88,8 @@ class PrefillScheduler:
                 self._running.status = RequestStatus.RUNNING
         if self._running is None:
             return None
-        return PrefillChunk.next_of(self._running, self._chunk_tokens)
+        found = self.prefixes and self.prefixes.next_of(self._running)
+        return found or PrefillChunk.next_of(self._running, self._chunk_tokens)
 
     def park(self, request: Request) -> None:
         """Keep the finished prompt's KV until `release`; the next prompt may run."""
@@ -131,9 +136,10 @@ class PrefillScheduler:
     def count_blocks(self) -> BlockCount:
         return BlockCount(
             total=self._pool.num_blocks,
-            free=self._pool.num_free,
+            free=self._pool.num_unused,
             running=len(self._running.block_ids) if self._running else 0,
             parked=sum(len(request.block_ids) for request in self._transferring),
+            cached=self._pool.num_kept,
             quarantined=self._quarantine.num_blocks,
         )
 
@@ -152,4 +158,5 @@ class PrefillScheduler:
             is_whole = len(request.block_ids) == -(-request.num_prefilled // self._block_size)
             require(is_whole, f"{request!r} does not hold what it reserved")
         owned = [request.block_ids for request in started]
-        self._pool.check_integrity([*owned, *self._quarantine.owned()])
+        kept = self.prefixes.owned() if self.prefixes else ()
+        self._pool.check_integrity([*owned, *self._quarantine.owned()], kept)

@@ -3,6 +3,7 @@
     plan = scheduler.schedule()      decide
     backend computes the plan        the scheduler knows nothing of it
     plan.mark_computed()             tell what is done; then sample, finish, park
+    scheduler.prefixes               what of a prompt's KV is to be kept, and copied
 
 A request starts with blocks for what is known and for a part of its answer, and gets more as it
 grows; where there are none left, the youngest gives way (growth.py).
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from neuron_di.core.block_count import BlockCount
 from neuron_di.core.plan import StepPlan
+from neuron_di.core.prefix_cache import PrefixCache
 from neuron_di.errors import NeuronDiError
 from neuron_di.request import Request
 from neuron_di.types import FinishReason
@@ -25,6 +27,11 @@ class Scheduler(Protocol):
     Nothing here blocks, computes or moves bytes. A call that breaks the rules raises
     LocalProtocolError and changes nothing.
     """
+
+    @property
+    def prefixes(self) -> PrefixCache | None:
+        """Where KV of prompts is kept; None: nowhere."""
+        ...
 
     @property
     def num_waiting(self) -> int: ...

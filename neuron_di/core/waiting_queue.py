@@ -8,6 +8,7 @@ from bisect import insort
 from collections.abc import Callable
 
 from neuron_di.core.block_pool import BlockPool
+from neuron_di.core.prefix_cache import PrefixCache
 from neuron_di.core.require import require
 from neuron_di.errors import CapacityError, TooLarge
 from neuron_di.request import Request, RequestStatus
@@ -28,12 +29,14 @@ class WaitingQueue:
         waiting_max: int,
         num_tokens: Callable[[Request], int],
         num_tokens_at_most: Callable[[Request], int],
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._waiting_max = waiting_max
         self._num_tokens = num_tokens
         self._num_tokens_at_most = num_tokens_at_most
+        self._prefixes = prefixes
         self._requests: list[Request] = []  # oldest first; those of one age as they came
 
     def __len__(self) -> int:
@@ -63,6 +66,8 @@ class WaitingQueue:
         if num_blocks + num_kept > self._pool.num_free:
             return None
         request = self._requests.pop(0)
+        if self._prefixes is not None:
+            self._prefixes.touch(request)
         request.block_ids = self._pool.allocate(num_blocks)
         return request
 

@@ -28,6 +28,7 @@ from neuron_di.core import (
 from neuron_di.engine.events import Broken, Emitted, Ended, EngineEvent, Key, PrefillParked, Timing
 from neuron_di.engine.live import Live
 from neuron_di.engine.next_tokens import next_tokens
+from neuron_di.engine.prefix_copies import prefill
 from neuron_di.engine.prompt_scores import PromptScores
 from neuron_di.engine.sampler import SampledToken, describe_logprobs
 from neuron_di.errors import (
@@ -218,9 +219,10 @@ class Engine:
         after_layer = self.watch_layers(chunk)
         hooks: dict[str, Any] = {} if after_layer is None else {"after_layer": after_layer}
         prompt = self._live[chunk.request.key].prompt
-        if prompt is not None and prompt.needs_logits and not chunk.is_replay:
+        if chunk.request.needs_all_logits and not chunk.is_replay:
+            assert prompt is not None, "its wish was seen when it came"
             hooks["read_logits"] = prompt.read
-        last = self._backend.prefill(chunk, **hooks)
+        last = prefill(self._backend, self._scheduler.prefixes, chunk, **hooks)
         return None if last is None else last.unsqueeze(0)
 
     def _decode(self, batch: DecodeBatch) -> "Tensor":

@@ -29,8 +29,8 @@ from neuron_di.kv.layout import KvLayout
 from neuron_di.kv.runs import BlockIds, Memory, as_ids
 from neuron_di.types import BlockId, Incarnation
 from neuron_di.wire import ShmRegion
-from neuron_di_bindings import shared_memory
-from neuron_di_bindings.block_runs import Words
+from neuron_di_bindings import run_copy, shared_memory
+from neuron_di_bindings.block_runs import Words, join_blocks
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -181,6 +181,20 @@ class KvPool:
         """
         return block_digests(
             self.memory(), block_ids, identity, self.layout, num_tokens, first_place=first_place
+        )
+
+    def copy_blocks(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> None:
+        """Copy whole blocks, as many of either and none of both, within `memory`."""
+        block_bytes = self.layout.block_bytes
+        source_offsets, destination_offsets, lengths = join_blocks(
+            as_ids(sources), as_ids(targets), block_bytes
+        )
+        run_copy.copy_runs(
+            destination_address=self.base_address,
+            source_address=self.base_address,
+            destination_offsets=destination_offsets,
+            source_offsets=source_offsets,
+            lengths=lengths,
         )
 
     def begin_fill(self, block_ids: Sequence[BlockId], *, num_kept: int = 0) -> None:

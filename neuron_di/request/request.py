@@ -42,6 +42,8 @@ class Request:
     Of two requests the one with the smaller `age_order` is older: it starts first, and gives way to
     others last. A worker takes the moment at which the request came: so a later attempt is as old
     as the request.
+
+    `cache_scope`: KV may be shared with requests of the same scope only.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class Request:
         rules: TokenRules | None = None,
         begins_in_reasoning: bool = False,
         age_order: float = 0.0,
+        cache_scope: str = "",
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
         self.age_order = age_order
+        self.cache_scope = cache_scope
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.max_tokens = max_tokens  # resolved against the context, at least 1
@@ -78,6 +82,7 @@ class Request:
         self.block_ids: list[BlockId] = []
         self.num_computed = 0
         self.num_cached = 0  # positions of the prompt whose KV was found, and not computed
+        self.piece_keys: list[bytes] | None = None  # by which KV of its prompt is found and kept
         self.prompt_wish: PromptWish | None = None  # what token 0 tells of the prompt
         self.begins_in_reasoning = begins_in_reasoning  # the prompt itself opened it
         self._seen: SeenTokens | None = None  # once a penalty asked for it
@@ -88,6 +93,11 @@ class Request:
             self._seen = SeenTokens(self.prompt_ids)
         self._seen.follow(self.generated)
         return self._seen
+
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether those of its whole prompt are asked for, and not only the last."""
+        return self.prompt_wish is not None and self.prompt_wish.num_top is not None
 
     @property
     def num_prompt(self) -> int:

@@ -13,6 +13,7 @@ from neuron_di.backends import (
     plan_device,
 )
 from neuron_di.config import EngineOptions, model_name_of, usable_cores
+from neuron_di.core import BlockPool, PrefixCache
 from neuron_di.errors import ConfigError
 from neuron_di.kv import KvLayout, KvPool, PoolMaker, segment_bytes
 from neuron_di.models import (
@@ -110,6 +111,14 @@ class LoadedModel:
         if device.num_slots is None:
             return limits
         return replace(limits, prefill_batch=min(options.prefill_batch, device.num_slots))
+
+    def prefix_cache(self, options: EngineOptions, pool: BlockPool) -> PrefixCache | None:
+        """Of a worker that computes prompts. None where it is off, or blocks are whole contexts."""
+        has_slots = self.pool_plan is not None and self.pool_plan.device.num_slots is not None
+        if options.prefix_cache == "off" or has_slots:
+            return None
+        limits = self.limits(options)
+        return PrefixCache(pool, block_size=limits.block_size, chunk_tokens=limits.chunk)
 
 
 def load_model(

@@ -264,6 +264,7 @@ class Worker:
         """Build what the role needs, from the scheduler up to the legs."""
         limits, role = self._model.limits(self._options.engine), self._options.role
         report = LegReport(self.worker_id, role)
+        prefixes = self._model.prefix_cache(self._options.engine, self._block_pool)
         if role == "both":
             combined = CombinedScheduler(
                 self._block_pool,
@@ -272,6 +273,7 @@ class Worker:
                 chunk_tokens=limits.chunk,
                 waiting_max=limits.waiting_max,
                 reserve_tokens=limits.reserve_tokens,
+                prefixes=prefixes,
             )
             engine = self._engine_for(combined)
             self.combined = CombinedWorker(engine, self.prompts, self.legs, report)
@@ -288,6 +290,7 @@ class Worker:
                 batch_size=limits.prefill_batch,
                 chunk_tokens=limits.chunk,
                 waiting_max=limits.waiting_max,
+                prefixes=prefixes,
             )
             engine = self._engine_for(prefill)
             pool = self._model.backend.pool
