@@ -268,9 +268,11 @@ def _is_up(report: dict[str, Any]) -> bool:
 
 def what_is_held(status: dict[str, Any]) -> dict[str, int]:
     """Blocks that are not free, and whatever still runs, by kind."""
-    kinds = [key for key in status if key.startswith("num_blocks_") and key != "num_blocks_free"]
+    unheld = ("num_blocks_free", "num_blocks_cached")
+    kinds = [key for key in status if key.startswith("num_blocks_") and key not in unheld]
     kinds += ["num_legs", "num_waiting", "num_running", "num_transferring"]
     held = {key: status[key] for key in kinds if status[key]}
-    if not held and status["num_blocks_free"] != status["num_blocks"]:
-        held["unaccounted"] = status["num_blocks"] - status["num_blocks_free"]
+    num_unaccounted = status["num_blocks"] - sum(status[key] for key in unheld)
+    if not held and num_unaccounted:
+        held["unaccounted"] = num_unaccounted
     return held

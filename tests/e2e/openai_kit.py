@@ -143,7 +143,7 @@ async def gather(*answers: Awaitable[T], at_once: int = 24) -> list[T]:
 def _is_idle(status: dict[str, Any] | None) -> bool:
     return (
         status is not None
-        and status["num_blocks_free"] == status["num_blocks"]
+        and status["num_blocks_free"] + status["num_blocks_cached"] == status["num_blocks"]
         and not (status["num_waiting"] or status["num_running"] or status["num_transferring"])
     )
 
