@@ -33,6 +33,7 @@ from neuron_di.wire.regions import KvForm
 LegSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 WaitedSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 _TookSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+CacheScope = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 ToolFormat = Literal["hermes", "llama3_json", "mistral"]
@@ -159,6 +160,7 @@ class PrefillLeg(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     context_tokens: int | None = None  # the smaller of both workers'; None: this worker's own
     emitted: tuple[int, ...] = ()  # output ids that the client has: forced, not sampled
     options: PromptOptions = PromptOptions()
+    cache_scope: CacheScope = ""  # KV is shared among requests of one scope only
     traceparent: str | None = None  # W3C Trace Context of the attempt
 
 

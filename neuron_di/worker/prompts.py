@@ -101,6 +101,7 @@ class PromptReader:
             rules=rules,
             begins_in_reasoning=prompt.begins_in_reasoning,
             age_order=came_s,
+            cache_scope=leg.cache_scope,
         )
         if leg.options.report and not leg.emitted:  # else the client has it
             request.prompt_wish = self._wish(prompt, leg.options)

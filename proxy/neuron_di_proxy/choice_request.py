@@ -26,6 +26,7 @@ class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: msgspec.Raw  # chat: the messages; completions: one string or one list of ids
     sampling: SamplingParams
     options: PromptOptions = AS_IT_IS
+    cache_scope: str = ""  # as in the prefill leg
     traceparent: str | None = None
 
     @property

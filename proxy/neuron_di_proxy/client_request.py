@@ -57,9 +57,10 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
             max_tokens = COUNTED_TOKENS_MAX
         return self.n * (prompt_bytes / BYTES_PER_TOKEN + max_tokens * len(self.prompts))
 
-    def choice(self, index: int) -> ChoiceRequest:
+    def choice(self, index: int, *, cache_scope: str = "") -> ChoiceRequest:
         """The request for one choice. Answer j to a prompt is what n=1 gives with seed + j.
 
+        `cache_scope` is its tenant's: what was read of a body serves those of others, too.
         Without a seed no two choices draw alike, be it for one prompt or for two that are equal.
         """
         prompt_index, repeat = divmod(index, self.n)
@@ -76,4 +77,5 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
             prompt=self.prompts[prompt_index],
             sampling=sampling,
             options=options,
+            cache_scope=cache_scope,
         )

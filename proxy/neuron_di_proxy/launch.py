@@ -99,6 +99,7 @@ class Launcher:
             context_tokens=context_tokens,
             emitted=attempt.emitted,
             options=options,
+            cache_scope=request.cache_scope,
             traceparent=request.traceparent,
         )
         if not route.is_pair:

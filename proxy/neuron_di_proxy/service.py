@@ -345,7 +345,7 @@ class Exchange:
         choices: list[Choice] = []
         for index, record in enumerate(records):
             trace = None if self._trace is None else service.tracing.below(self._trace)
-            request = wanted.choice(index)
+            request = wanted.choice(index, cache_scope=self._tenant.cache_scope)
             if trace is not None:
                 request = msgspec.structs.replace(request, traceparent=trace.header())
             on_end = partial(service.end_choice, self._tenant, trace, request)

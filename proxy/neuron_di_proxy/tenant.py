@@ -21,6 +21,11 @@ class Tenant:
     max_tokens: int | None = None  # of one answer
     is_operator: bool = False  # may see the state of the server, which shows all tenants
 
+    @property
+    def cache_scope(self) -> str:
+        """What its requests may share KV under, and nobody else's. "" where no keys are set."""
+        return "" if self is EVERYBODY else self.name
+
     def cap_tokens(self, max_tokens: int | None, *, is_asked: bool, param: str) -> int | None:
         """How long an answer may be for which `max_tokens` are asked, or else the default.
 

@@ -55,6 +55,7 @@ PREFILL_LEG = PrefillLeg(
     sampling=SamplingParams(stop=("a",), stop_token_ids=(3,), logprobs=2, max_tokens=None),
     timeout_s=12.5,
     emitted=(7, 9),
+    cache_scope="alice",
 )
 DECODE_LEG = DecodeLeg(
     request_id=RequestId("r"),
@@ -110,6 +111,8 @@ def test_a_prefill_leg_comes_back_with_the_clients_own_bytes():
         {"request_id": ""},
         {"request_id": "r" * 129},
         {"emitted": ["7"]},
+        {"cache_scope": "s" * 65},
+        {"cache_scope": None},
         {"num_emitted": 0.5},
     ],
     ids=str,
@@ -118,7 +121,7 @@ def test_a_leg_out_of_bounds_is_refused(fields):
     for decoder, leg in ((prefill_leg_decoder, PREFILL_LEG), (decode_leg_decoder, DECODE_LEG)):
         (name,) = fields
         body = msgspec.json.decode(encode_json(leg))
-        if name in ("emitted", "num_emitted") and name not in body:
+        if name in ("emitted", "cache_scope", "num_emitted") and name not in body:
             continue
         with pytest.raises(RemoteProtocolError, match=name):
             decoder.decode(msgspec.json.encode(body | fields))
