@@ -6,17 +6,22 @@ they are to be asked. The router takes the first of them that is fit, and so a p
 knows who is down nor has to look further than that. Where two workers are equal to it, the order
 in which it was given them stands: workers without load get requests in turn, whatever the policy.
 
-    round_robin    the one not used for longest (N-26). A worker that joins is next, once.
-    least_loaded   the one with the fewest requests for its slots. One that joins gets all
-                   requests until it has as many as the others: its slots are free.
-    power_of_two   the less loaded of two drawn at random. Several proxies whose knowledge of each
-                   other's requests is a second old do not all choose the same worker.
+    round_robin      the one not used for longest (N-26). A worker that joins is next, once.
+    least_loaded     the one with the fewest requests for its slots. One that joins gets all
+                     requests until it has as many as the others: its slots are free.
+    power_of_two     the less loaded of two drawn at random. Several proxies whose knowledge of
+                     each other's requests is a second old do not all choose the same worker.
+    prefix_affinity  for prefill the one to which the prompt's beginning belongs, unless it is
+                     loaded far above the average; for decode as least_loaded.
 
 Load is what this proxy has open there now, and what others had by the worker's last word.
 """
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import mul
+
+from xxhash import xxh3_64_intdigest
 
 from neuron_di.config import RoutingPolicy
 from neuron_di.wire import WorkerRecord
@@ -34,6 +39,9 @@ Policy = Callable[
 
 
 FEW = 8  # workers that are sorted sooner than they are looked through
+# Of a prompt's JSON. One that is no longer has, as a rule, too few tokens for a worker to keep.
+PREFIX_BYTES = 2048
+BALANCE = 1.25  # times the average load, and a request: a worker that has more is passed over
 
 
 def round_robin(
@@ -93,8 +101,55 @@ def _two_and_the_rest(
     yield from (worker for at, worker in enumerate(workers) if at not in (one, other))
 
 
+def prefix_affinity(
+    workers: Sequence[WorkerRecord],
+    load_of: LoadOf,
+    rng: random.Random,
+    request: ChoiceRequest | None,
+) -> Iterable[WorkerRecord]:
+    """Prompts that begin alike to the same prefill worker, which may have KV of that.
+
+    A later turn of a chat begins with the bytes of the earlier ones, and so comes to their worker.
+    Each worker has a rank for each cache scope and beginning, by rendezvous hashing: all proxies
+    agree on it, and a worker that leaves or joins moves no prompts but its own. The best by rank
+    gets the request unless it has too much: consistent hashing with bounded loads, after Mirrokni,
+    Thorup and Zadimoghaddam (2016).
+    """
+    if len(workers) < 2 or workers[0].role == "decode" or request is None:
+        return least_loaded(workers, load_of, rng, request)
+    prompt = memoryview(request.prompt)
+    if prompt.nbytes <= PREFIX_BYTES:
+        return least_loaded(workers, load_of, rng, request)
+    scope = xxh3_64_intdigest(request.cache_scope.encode())
+    return _by_rank(workers, load_of, xxh3_64_intdigest(prompt[:PREFIX_BYTES], scope))
+
+
+def _by_rank(
+    workers: Sequence[WorkerRecord], load_of: LoadOf, prefix: int
+) -> Iterator[WorkerRecord]:
+    """The best first; then those that have too much, the least loaded of them first.
+
+    There is always one that has not. But it may be down, and count as idle: then the others'
+    ranks must not bring all requests to one of them.
+    """
+    ranked = sorted(
+        workers, key=lambda each: xxh3_64_intdigest(each.worker_id.encode(), prefix), reverse=True
+    )
+    loads, slots = list(map(load_of, ranked)), [max(1, each.slots) for each in ranked]
+    average = sum(map(mul, loads, slots)) / sum(slots)
+    passed_over = []
+    for at, worker in enumerate(ranked):
+        if loads[at] > BALANCE * average + 1 / slots[at]:
+            passed_over.append(at)
+        else:
+            yield worker
+    passed_over.sort(key=loads.__getitem__)
+    yield from (ranked[at] for at in passed_over)
+
+
 POLICIES: dict[RoutingPolicy, Policy] = {
     "round-robin": round_robin,
     "least-loaded": least_loaded,
     "power-of-two": power_of_two,
+    "prefix-affinity": prefix_affinity,
 }
