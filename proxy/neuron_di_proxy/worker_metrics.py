@@ -21,7 +21,7 @@ _GAUGES = {
     "num_transferring": ("transferring", "requests whose KV is parked here, or being received"),
     "num_blocks": ("blocks", "blocks of KV that it has"),
     "num_blocks_free": ("blocks_free", "blocks of KV that are free"),
-    "num_blocks_cached": ("blocks_cached", "blocks with KV of prompts, free for whoever needs them"),
+    "num_blocks_cached": ("blocks_cached", "blocks with KV of prompts, free where needed"),
     "num_blocks_quarantined": ("blocks_quarantined", "blocks that a transfer may still touch"),
     "landing_bytes": ("landing_bytes", "bytes of memory for KV of another layout"),
     "landing_bytes_asked": ("landing_bytes_asked", "bytes of that that are taken or waited for"),

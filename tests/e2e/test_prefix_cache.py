@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from openai_kit import Answer, Client, gather
-from process_kit import running_fleet, session_of_many
+from process_kit import run, running_fleet, session_of_many
 
 from neuron_di.config import (
     EngineOptions,
+    FrontOptions,
     HandOverOptions,
     LogOptions,
+    RoutingOptions,
     ServeOptions,
     TransferOptions,
 )
@@ -89,6 +91,44 @@ async def test_layers_of_what_was_found_leave_too(
         assert sum(await found_in(client, answers)) > 0
         await client.until_idle()
     assert same(answers, expected)
+
+
+async def test_tenants_share_nothing_and_turns_of_a_chat_meet(
+    tiny_tales: Path, tmp_path: Path
+) -> None:
+    """Two prefill workers, and the policy that sends what begins alike to the same one."""
+    path = tmp_path / "keys.toml"
+    keys = {
+        name: (await run("key", "create", str(path), name)).stdout.strip()
+        for name in ("alice", "bob")
+    }
+    options = ServeOptions(
+        model=str(tiny_tales),
+        prefill=2,
+        port=0,
+        engine=EngineOptions(threads=1, chunk_tokens=CHUNK),
+        routing=RoutingOptions(routing="prefix-affinity"),
+        front=FrontOptions(api_keys=str(path)),
+        log=LogOptions(log_level="error"),
+    )
+    async with session_of_many() as session, Fleet(options) as fleet:
+        client = Client(session, fleet.url, fleet.model_name)
+
+        async def found(tenant: str, prompt: str) -> int:
+            headers = {"Authorization": f"Bearer {keys[tenant]}"}
+            body = {"model": client.model, "prompt": prompt, "max_tokens": 4}
+            url = client.url + "/v1/completions"
+            async with session.post(url, json=body, headers=headers) as response:
+                usage = (await response.json())["usage"]
+            number: int = usage["prompt_tokens_details"]["cached_tokens"]
+            return number
+
+        chats = [f"{number}. {BEGINNING * 3}" for number in range(3)]
+        assert [await found("alice", chat) for chat in chats] == [0, 0, 0]
+        assert [await found("bob", chat) for chat in chats] == [0, 0, 0]
+        for chat in chats:
+            assert await found("alice", chat + "The next day") >= 8 * CHUNK
+            assert await found("bob", chat + "The next day") >= 8 * CHUNK
 
 
 async def test_a_pool_that_is_full_keeps_nothing_from_anybody(tiny_tales: Path) -> None:
