@@ -60,6 +60,7 @@ class BlockPool:
             raise CapacityError(f"{num_blocks} KV blocks are needed, {self.num_free} are free")
         if num_blocks > self.num_unused:
             self.forget(num_blocks - self.num_unused)
+            require(num_blocks <= self.num_unused, "too few kept blocks were let go")
         runs = [range(*match.span()) for match in FREE_RUN.finditer(self._states)]
         runs.sort(key=len)
         taken: list[BlockId] = []
@@ -73,13 +74,8 @@ class BlockPool:
 
     def free(self, block_ids: Sequence[BlockId]) -> None:
         """Give blocks back. LocalProtocolError unless all of them are taken, each named once."""
-        require(len(set(block_ids)) == len(block_ids), "a block is freed twice at once")
-        states, end = self._states, len(self._states)  # of thousands, while all streams wait
-        for block_id in block_ids:
-            if not (0 <= block_id < end and states[block_id] == TAKEN):
-                raise LocalProtocolError(f"block {block_id} is free already, or not of this pool")
-        for block_id in block_ids:
-            states[block_id] = FREE
+        self._require_all(block_ids, TAKEN, "is free already, or not of this pool")
+        self._mark(block_ids, FREE)
         self.num_free += len(block_ids)
 
     @property
@@ -94,14 +90,23 @@ class BlockPool:
         self.num_kept += len(block_ids)
 
     def let_go(self, block_ids: Sequence[BlockId]) -> None:
-        """What these kept blocks hold is of no use any more."""
-        require(all(self._states[each] == KEPT for each in block_ids), "a block is not kept")
+        """What these blocks hold is of no use any more. LocalProtocolError unless all of them are
+        kept, each named once."""
+        self._require_all(block_ids, KEPT, "is not kept")
         self._mark(block_ids, FREE)
         self.num_kept -= len(block_ids)
 
-    def _mark(self, block_ids: Sequence[BlockId], state: int) -> None:
+    def _require_all(self, block_ids: Sequence[BlockId], state: int, fault: str) -> None:
+        require(len(set(block_ids)) == len(block_ids), "a block is given back twice at once")
+        states, end = self._states, len(self._states)  # of thousands, while all streams wait
         for block_id in block_ids:
-            self._states[block_id] = state
+            if not (0 <= block_id < end and states[block_id] == state):
+                raise LocalProtocolError(f"block {block_id} {fault}")
+
+    def _mark(self, block_ids: Sequence[BlockId], state: int) -> None:
+        states = self._states
+        for block_id in block_ids:
+            states[block_id] = state
 
     def follow_exchanges(self, owned: Iterable[list[BlockId]]) -> None:
         """Put what came for a block in its place, here and in the lists of whoever owns blocks.
