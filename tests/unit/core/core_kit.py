@@ -1,6 +1,7 @@
 """Requests, transfers and a model of KV memory for the tests of the schedulers."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -35,32 +36,48 @@ ARRIVAL = st.tuples(st.integers(1, 12), st.integers(1, 24), st.integers(0, 6), s
 
 
 def make_request(
-    name: object, *, num_prompt: int, max_tokens: int = 4, num_given: int = 0, age: float = 0
+    name: object,
+    *,
+    num_prompt: int = 0,
+    max_tokens: int = 4,
+    num_given: int = 0,
+    age: float = 0,
+    prompt_ids: Sequence[int] | None = None,
+    scope: str = "",
 ) -> Request:
     """A request as prefill adds it: new, or continued behind the tokens that are given."""
-    return _make(name, num_prompt, max_tokens, num_given, num_prompt + num_given, age)
+    ids = [7] * num_prompt if prompt_ids is None else list(prompt_ids)
+    return _make(name, ids, max_tokens, num_given, len(ids) + num_given, age, scope)
 
 
 def make_received(
     name: object, *, num_prompt: int, max_tokens: int = 4, num_given: int = 1, age: float = 0
 ) -> Request:
     """A request as a decode worker adds it: its newest token is known, but has no KV."""
-    return _make(name, num_prompt, max_tokens, num_given, num_prompt + num_given - 1, age)
+    num_prefilled = num_prompt + num_given - 1
+    return _make(name, [7] * num_prompt, max_tokens, num_given, num_prefilled, age)
 
 
 def _make(
-    name: object, num_prompt: int, max_tokens: int, num_given: int, num_prefilled: int, age: float
+    name: object,
+    prompt_ids: list[int],
+    max_tokens: int,
+    num_given: int,
+    num_prefilled: int,
+    age: float,
+    scope: str = "",
 ) -> Request:
     request = Request(
         RequestId(str(name)),
         0,
-        prompt_ids=[7] * num_prompt,
+        prompt_ids=prompt_ids,
         sampling=SamplingParams(),
         max_tokens=max_tokens,
         output=cast("Any", None),  # schedulers never look at text
         given=[7] * num_given,
         num_prefilled=num_prefilled,
         age_order=age,
+        cache_scope=scope,
     )
     request.generated += request.given  # as the engine does
     return request
