@@ -7,6 +7,8 @@ chunks back to back, so every running stream stalls for the whole prefill: the s
 separate workers do not have.
 """
 
+from collections.abc import Iterable
+
 from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
 from neuron_di.core.growth import Growth
@@ -16,7 +18,7 @@ from neuron_di.core.require import require
 from neuron_di.core.waiting_queue import WaitingQueue
 from neuron_di.errors import NeuronDiError
 from neuron_di.request import Request, RequestStatus
-from neuron_di.types import FinishReason
+from neuron_di.types import BlockId, FinishReason
 
 
 class CombinedScheduler:
@@ -123,7 +125,10 @@ class CombinedScheduler:
         for request in self._running[:-1]:
             require(request.num_computed >= request.num_prefilled, f"{request!r} was overtaken")
         self._waiting.check_integrity()
-        kept = self.prefixes.owned() if self.prefixes else ()
+        kept: Iterable[list[BlockId]] = ()
+        if self.prefixes is not None:
+            self.prefixes.check_integrity()
+            kept = self.prefixes.owned()
         self._pool.check_integrity((request.block_ids for request in self._running), kept)
 
     def _is_prefilling(self) -> bool:

@@ -7,6 +7,8 @@ most `batch_size`; so the next prompt starts as soon as the last one is parked, 
 still being moved, unless decode is so far behind that `batch_size` are parked.
 """
 
+from collections.abc import Iterable
+
 from neuron_di.core.block_count import BlockCount
 from neuron_di.core.block_pool import BlockPool
 from neuron_di.core.completion import CompletionToken
@@ -17,7 +19,7 @@ from neuron_di.core.require import require
 from neuron_di.core.waiting_queue import WaitingQueue
 from neuron_di.errors import NeuronDiError
 from neuron_di.request import Request, RequestStatus
-from neuron_di.types import FinishReason
+from neuron_di.types import BlockId, FinishReason
 
 
 class PrefillScheduler:
@@ -158,5 +160,8 @@ class PrefillScheduler:
             is_whole = len(request.block_ids) == -(-request.num_prefilled // self._block_size)
             require(is_whole, f"{request!r} does not hold what it reserved")
         owned = [request.block_ids for request in started]
-        kept = self.prefixes.owned() if self.prefixes else ()
+        kept: Iterable[list[BlockId]] = ()
+        if self.prefixes is not None:
+            self.prefixes.check_integrity()
+            kept = self.prefixes.owned()
         self._pool.check_integrity([*owned, *self._quarantine.owned()], kept)

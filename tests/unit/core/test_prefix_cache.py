@@ -247,8 +247,11 @@ def test_a_scheduler_counts_what_is_kept_and_checks_it(worker, make):
     assert scheduler.is_idle()
     scheduler.check_integrity()
     piece = next(iter(worker.cache.owned()))
-    piece.pop()
+    lost = piece.pop()
     with pytest.raises(LocalProtocolError):
+        scheduler.check_integrity()
+    worker.pool.let_go([lost])
+    with pytest.raises(LocalProtocolError, match="lacks"):
         scheduler.check_integrity()
 
 
