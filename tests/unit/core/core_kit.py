@@ -1,19 +1,19 @@
-"""Requests, transfers and a model of KV memory for the tests of the schedulers."""
+"""Requests, transfers and random schedules for the tests of the schedulers."""
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from memory_kit import KvMemory
 
-from neuron_di.core import BlockPool, DecodeBatch, PrefillChunk
+from neuron_di.core import BlockPool, PrefillChunk, PrefixCache
 from neuron_di.errors import CapacityError, LocalProtocolError, NeuronDiError, Preempted, TooLarge
 from neuron_di.request import Request, RequestStatus
-from neuron_di.types import BlockId, RequestId
+from neuron_di.types import RequestId
 from neuron_di.wire import SamplingParams
 
 WAITING, RUNNING = RequestStatus.WAITING, RequestStatus.RUNNING
@@ -31,8 +31,15 @@ RANDOM_SCHEDULES = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-# (num_prompt, tokens to come at most, num_given, the smaller the older)
-ARRIVAL = st.tuples(st.integers(1, 12), st.integers(1, 24), st.integers(0, 6), st.integers(0, 3))
+# A prompt's ids: one, where another begins; and its scope. So some begin alike, and some are alike
+# in the middle only.
+IDS = st.sampled_from(
+    [(first, border, scope) for first in (1, 2) for border in range(13) for scope in ("", "b")]
+)
+# (num_prompt, tokens to come at most, num_given, the smaller the older, its ids)
+ARRIVAL = st.tuples(
+    st.integers(1, 12), st.integers(1, 24), st.integers(0, 6), st.integers(0, 3), IDS
+)
 
 
 def make_request(
@@ -103,42 +110,11 @@ class Transfer:
         self.failure = failure
 
 
-@dataclass
-class KvMemory:
-    """What stands in the blocks: for every position, whose KV it is and of which position."""
-
-    block_size: int
-    cells: dict[tuple[BlockId, int], tuple[Request, int]] = field(default_factory=dict)
-
-    def write(self, request: Request, block_ids: list[BlockId], start: int, end: int) -> None:
-        for position in range(start, end):
-            index, offset = divmod(position, self.block_size)
-            self.cells[block_ids[index], offset] = (request, position)
-
-    def check(self, request: Request, end: int, block_ids: list[BlockId] | None = None) -> None:
-        """Fail unless positions [0, end) of the request are in its blocks, intact."""
-        blocks = request.block_ids if block_ids is None else block_ids
-        for position in range(end):
-            index, offset = divmod(position, self.block_size)
-            assert self.cells.get((blocks[index], offset)) == (request, position)
-
-    def compute(self, plan: PrefillChunk | DecodeBatch) -> None:
-        """Do what a backend does: read the KV that is there, write the new positions."""
-        if isinstance(plan, PrefillChunk):
-            assert plan.is_replay or plan.end <= plan.request.num_prompt
-            self.check(plan.request, plan.start)
-            self.write(plan.request, plan.request.block_ids, plan.start, plan.end)
-        else:
-            for request in plan.requests:
-                fed = request.num_prompt + len(request.generated) - 1
-                assert request.num_computed == fed
-                self.check(request, fed)
-                self.write(request, request.block_ids, fed, fed + 1)
-        plan.mark_computed()
-
-
 def is_whole(chunk: PrefillChunk, chunk_tokens: int) -> bool:
-    """True unless the chunk stops before it must: at its limit, the prompt's end or the end."""
+    """True unless the chunk stops before it must: at its limit, the prompt's end or the end. Of one
+    that is reused KvMemory knows what it has to be."""
+    if chunk.reused:
+        return True
     request = chunk.request
     is_border = chunk.end in (request.num_prompt, request.num_prefilled)
     size = chunk.end - chunk.start
@@ -154,6 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     moves: ClassVar[set[tuple[RequestStatus, RequestStatus]]]
     num_schedules = 0  # of each subclass, counted by its own attribute
+    num_reused = 0  # pieces of prompts that were found, of each subclass
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.quarantine: list[Transfer] = []  # whose requests left before they ended
         self.preempted: list[Request] = []  # that have not come again
 
-    def make_scheduler(self, chunk_tokens: int, waiting_max: int):
+    def make_scheduler(self, chunk_tokens: int, waiting_max: int, prefixes: PrefixCache | None):
         raise NotImplementedError
 
     def num_at_start(self, request: Request) -> int:
@@ -175,10 +152,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Token positions it can ever have blocks for."""
         return request.num_kv_at_most
 
-    def new_request(self, num_prompt: int, num_more: int, num_given: int, age: int) -> Request:
+    def new_request(
+        self,
+        num_prompt: int,
+        num_more: int,
+        num_given: int,
+        age: int,
+        ids: tuple[int, int, str],
+    ) -> Request:
+        first, border, scope = ids
         return make_request(
             len(self.requests),
-            num_prompt=num_prompt,
+            prompt_ids=([first] * border + [3] * num_prompt)[:num_prompt],
+            scope=scope,
             max_tokens=num_given + num_more,
             num_given=num_given,
             age=age,
@@ -199,9 +185,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(9, 24),
         block_size=st.integers(1, 4),
         batch_size=st.integers(1, 6),
-        chunk_tokens=st.integers(1, 9),
+        chunk_tokens=st.integers(1, 9)
+        | st.sampled_from([1, 2, 4]),  # of small pieces more are found
         waiting_max=st.integers(2, 6),
         reserve_tokens=st.integers(1, 4),
+        keeps_prefixes=st.booleans(),
         arrivals=st.lists(ARRIVAL, min_size=2, max_size=6),
     )
     def start(
@@ -212,6 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk_tokens,
         waiting_max,
         reserve_tokens,
+        keeps_prefixes,
         arrivals,
     ):
         self.pool = BlockPool(num_blocks)
@@ -220,8 +209,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.chunk_tokens = chunk_tokens
         self.waiting_max = waiting_max
         self.reserve_tokens = reserve_tokens
-        self.kv = KvMemory(block_size)
-        self.scheduler = self.make_scheduler(chunk_tokens, waiting_max)
+        self.arrivals: dict[Request, tuple] = {}
+        self.prefixes = None
+        if keeps_prefixes:
+            sizes = {"block_size": block_size, "chunk_tokens": chunk_tokens}
+            self.prefixes = PrefixCache(self.pool, **sizes)
+        self.kv = KvMemory(self.pool, block_size, chunk_tokens, self.prefixes)
+        self.scheduler = self.make_scheduler(chunk_tokens, waiting_max, self.prefixes)
         for arrival in arrivals:
             self.add(arrival)
 
@@ -272,11 +266,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = self.preempted.pop(0)
             num_given = len(request.generated)
             num_more = request.max_tokens - num_given
-            self.add((request.num_prompt, num_more, num_given, request.age_order))
+            ids = self.arrivals[request][4]
+            self.add((request.num_prompt, num_more, num_given, request.age_order, ids))
 
     @rule(arrival=ARRIVAL)
     def add(self, arrival):
         request = self.new_request(*arrival)
+        self.arrivals[request] = arrival
         num_waiting = len(self.of(WAITING))
         try:
             self.scheduler.add(request)
@@ -328,6 +324,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.first_come_first_served()
         self.blocks_add_up()
         self.limits_hold()
+        self.kv.check_kept()
 
     def only_legal_moves(self):
         for request in self.requests:
@@ -367,7 +364,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         count = self.scheduler.count_blocks()
         count.check()
-        assert (count.total, count.free) == (self.pool.num_blocks, self.pool.num_free)
+        kept = [] if self.prefixes is None else self.prefixes.owned()
+        assert count.cached == sum(map(len, kept))
+        assert (count.total, count.free) == (
+            self.pool.num_blocks,
+            self.pool.num_free - count.cached,
+        )
         assert count.running == held_by(RUNNING)
         assert count.parked + count.receiving == held_by(TRANSFERRING)
         in_use = sum(len(t.block_ids) for t in self.quarantine if not t.is_ended)
@@ -394,4 +396,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step()
             self.check_all()
         assert self.of(WAITING, RUNNING, TRANSFERRING) == []
-        assert self.pool.num_free == self.pool.num_blocks
+        assert sorted(self.pool.allocate(self.pool.num_blocks)) == list(range(self.pool.num_blocks))
+        assert self.prefixes is None or not list(self.prefixes.owned())
+        type(self).num_reused += self.kv.num_reused

@@ -21,7 +21,7 @@ class CombinedMachine(SchedulerMachine):
 
     moves = {(WAITING, RUNNING)}  # noqa: RUF012
 
-    def make_scheduler(self, chunk_tokens, waiting_max):
+    def make_scheduler(self, chunk_tokens, waiting_max, prefixes):
         return CombinedScheduler(
             self.pool,
             block_size=self.block_size,
@@ -29,10 +29,11 @@ class CombinedMachine(SchedulerMachine):
             chunk_tokens=chunk_tokens,
             waiting_max=waiting_max,
             reserve_tokens=self.reserve_tokens,
+            prefixes=prefixes,
         )
 
-    @rule(stops=st.booleans())
-    def step(self, stops=False):
+    @rule(stops=st.booleans(), copy_fails=st.booleans())
+    def step(self, stops=False, copy_fails=False):
         self.let_go(self.scheduler.failures())
         running = self.of(RUNNING)
         prefilling = [r for r in running if r.num_computed < r.num_prefilled]
@@ -54,7 +55,9 @@ class CombinedMachine(SchedulerMachine):
             assert isinstance(plan, PrefillChunk)
             assert [plan.request] == expected
             assert is_whole(plan, self.chunk_tokens)
-        self.kv.compute(plan)
+        if not self.kv.compute(plan, copy_fails):
+            self.scheduler.finish(plan.request, "error")
+            return
         if isinstance(plan, PrefillChunk) and not plan.is_last:
             return
         for request in expected:
@@ -63,9 +66,11 @@ class CombinedMachine(SchedulerMachine):
                 self.scheduler.finish(request, "length")
 
 
+@pytest.mark.timeout(300)
 def test_random_schedules():
     run_state_machine_as_test(CombinedMachine, settings=RANDOM_SCHEDULES)
     assert CombinedMachine.num_schedules >= NUM_SCHEDULES
+    assert CombinedMachine.num_reused >= NUM_SCHEDULES // 50
 
 
 @pytest.fixture

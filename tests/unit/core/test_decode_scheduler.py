@@ -28,7 +28,7 @@ class DecodeMachine(SchedulerMachine):
 
     moves = {(WAITING, TRANSFERRING), (TRANSFERRING, RUNNING)}  # noqa: RUF012
 
-    def make_scheduler(self, chunk_tokens, waiting_max):
+    def make_scheduler(self, chunk_tokens, waiting_max, prefixes):
         return DecodeScheduler(
             self.pool,
             block_size=self.block_size,
@@ -37,7 +37,7 @@ class DecodeMachine(SchedulerMachine):
             reserve_tokens=self.reserve_tokens,
         )
 
-    def new_request(self, num_prompt, num_more, num_given, age):
+    def new_request(self, num_prompt, num_more, num_given, age, ids):
         num_given = max(1, num_given)
         return make_received(
             len(self.requests),
@@ -125,6 +125,7 @@ class DecodeMachine(SchedulerMachine):
             self.end_transfer(0)
 
 
+@pytest.mark.timeout(300)
 def test_random_schedules():
     run_state_machine_as_test(DecodeMachine, settings=RANDOM_SCHEDULES)
     assert DecodeMachine.num_schedules >= NUM_SCHEDULES

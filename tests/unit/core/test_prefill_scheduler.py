@@ -24,18 +24,19 @@ class PrefillMachine(SchedulerMachine):
     """Prompts run in chunks, are parked or ended by their first token, are pulled in any order.
 
     A reader of a request that was given up looks at its blocks until it ends, and must find them
-    as they were.
+    as they were. What could not be copied to where it is kept ends its request.
     """
 
     moves = {(WAITING, RUNNING), (RUNNING, TRANSFERRING)}  # noqa: RUF012
 
-    def make_scheduler(self, chunk_tokens, waiting_max):
+    def make_scheduler(self, chunk_tokens, waiting_max, prefixes):
         return PrefillScheduler(
             self.pool,
             block_size=self.block_size,
             batch_size=self.batch_size,
             chunk_tokens=chunk_tokens,
             waiting_max=waiting_max,
+            prefixes=prefixes,
         )
 
     def num_at_start(self, request):
@@ -53,8 +54,8 @@ class PrefillMachine(SchedulerMachine):
             self.quarantine.append(reader)
         self.scheduler.finish(request, "cancelled", reader)
 
-    @rule(ends_at_once=st.booleans())
-    def step(self, ends_at_once=False):
+    @rule(ends_at_once=st.booleans(), copy_fails=st.booleans())
+    def step(self, ends_at_once=False, copy_fails=False):
         running = self.of(RUNNING)
         may_start = len(self.of(TRANSFERRING)) < self.batch_size and not self.is_head_stuck()
         waiting = self.of(WAITING)
@@ -74,7 +75,9 @@ class PrefillMachine(SchedulerMachine):
         request = chunk.request
         assert chunk.start == request.num_computed
         assert is_whole(chunk, self.chunk_tokens)
-        self.kv.compute(chunk)
+        if not self.kv.compute(chunk, copy_fails):
+            self.scheduler.finish(request, "error")
+            return
         if chunk.is_last:
             request.generated.append(7)
         if chunk.is_last and ends_at_once:
@@ -107,9 +110,11 @@ class PrefillMachine(SchedulerMachine):
             self.scheduler.release(request)
 
 
+@pytest.mark.timeout(300)
 def test_random_schedules():
     run_state_machine_as_test(PrefillMachine, settings=RANDOM_SCHEDULES)
     assert PrefillMachine.num_schedules >= NUM_SCHEDULES
+    assert PrefillMachine.num_reused >= NUM_SCHEDULES // 50
 
 
 @pytest.fixture
