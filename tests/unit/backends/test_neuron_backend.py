@@ -21,7 +21,7 @@ from neuron_backend_kit import (
 
 from neuron_di.backends.neuron import NeuronBackend
 from neuron_di.core import PrefillChunk
-from neuron_di.errors import ConfigError
+from neuron_di.errors import ConfigError, LocalProtocolError
 from neuron_di.testing import write_random_checkpoint
 from neuron_di.types import BlockId
 
@@ -231,3 +231,11 @@ def test_idle_slots_keep_their_kv(backend: NeuronBackend) -> None:
     pool.view(BlockId(0))[:] = bytes(len(before))
     pool.to_host(BlockId(0), 200)
     assert bytes(pool.view(BlockId(0))) == before
+
+
+def test_a_block_that_is_a_whole_context_is_not_copied(backend: NeuronBackend) -> None:
+    """Nor is the mirror, in which its KV need not be."""
+    before = backend.pool.tensor().clone()
+    with pytest.raises(LocalProtocolError, match="a whole context"):
+        backend.copy_blocks([BlockId(0)], [BlockId(1)])
+    assert torch.equal(backend.pool.tensor(), before)
