@@ -25,7 +25,9 @@ from neuron_di.backends.cuda_kernels import (
     silu_and_multiply,
     write_kv_,
 )
+from neuron_di.kv.runs import as_ids
 from neuron_di.models import ModelSpec, ModelWeights, ReadLogits
+from neuron_di_bindings.block_runs import join_blocks
 
 # Layer, queries -> attended, both [T, H, D].
 _Attend = Callable[[int, Tensor], Tensor]
@@ -110,11 +112,12 @@ class CudaModel:
         return self._logits(hidden_TE[-1:], last_product_TE[-1:])[0]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Whole blocks of the pool, as many of either and none of both."""
-        source_N, target_N = (
-            torch.tensor(ids, dtype=torch.int64, device=self._device) for ids in (sources, targets)
-        )
-        self._pool_NLCKSD.index_copy_(0, target_N, self._pool_NLCKSD.index_select(0, source_N))
+        """Whole blocks of the pool, as many of either and none of both. Takes no memory meanwhile:
+        the plan has no room for a piece of a long prompt."""
+        runs = join_blocks(as_ids(sources), as_ids(targets), 1)
+        for source, target, num_blocks in zip(*(row.tolist() for row in runs), strict=True):
+            copied = self._pool_NLCKSD[source : source + num_blocks]
+            self._pool_NLCKSD[target : target + num_blocks].copy_(copied)
 
     def decode_rows(self, id_B: Tensor, position_B: Tensor, table_BN: Tensor) -> Tensor:
         """Logits [B, V], float32, of one position of each row. All are on the device, int32.

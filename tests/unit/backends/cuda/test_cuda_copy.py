@@ -1,4 +1,4 @@
-"""Blocks that are copied on the device, in order with the steps."""
+"""Blocks that are copied on the device: in order with the steps, and in no memory besides."""
 
 import pytest
 
@@ -7,6 +7,8 @@ pytest.importorskip("triton", reason="Triton, of the extra `dev`, is missing")
 import torch
 from backend_kit import decode, make_request, random_prompt
 from cuda_backend_kit import BLOCK_SIZE, NUM_VOCAB, blocks, opened_cuda, pool_of, write_small
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from neuron_di.core import PrefillChunk
 from neuron_di.errors import BackendLost
@@ -97,3 +99,27 @@ def test_a_lost_device_copies_nothing(tmp_path):
         backend.pool.lose(BackendLost("the GPU fell off the bus"))
         with pytest.raises(BackendLost):
             backend.copy_blocks(blocks(1), blocks(2))
+
+
+class Made(TorchDispatchMode):
+    """The sizes of the tensors that are made within it."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self._pool = pool.untyped_storage().data_ptr()
+        self.num_bytes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() != self._pool:
+                self.num_bytes.append(each.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("targets", [[16, 17, 18, 19], [19, 12, 21, 14]])
+def test_a_copy_takes_no_memory_of_its_size(tmp_path, targets):
+    """A piece can be a gigabyte, for which the plan of the GPU's memory has no room."""
+    with opened_cuda(write_small(tmp_path)) as backend, Made(pool_of(backend)) as made:
+        backend.copy_blocks(blocks(1, 2, 3, 4), blocks(*targets))
+    assert max(made.num_bytes, default=0) < backend.layout.block_bytes
