@@ -11,7 +11,9 @@ from neuron_di.core import (
     CombinedScheduler,
     DecodeBatch,
     DecodeScheduler,
+    PrefillChunk,
     PrefillScheduler,
+    PrefixCache,
     Scheduler,
 )
 from neuron_di.engine import Emitted, Engine, EngineEvent, Key
@@ -36,6 +38,9 @@ class Backend(CpuBackend):
     spoilt_rows: list[int]
     culprits: set[str]
     batches: list[list[str]]  # that were tried
+    copy_failures: list[Exception | None]  # of the next copies of blocks, the last first
+    copies: list[tuple[list[BlockId], list[BlockId]]]
+    computed: list[tuple[str, int, int]]  # chunks, by request and span
 
     def __init__(self, folder: Path) -> None:
         spec = ModelSpec.from_folder(folder)
@@ -50,12 +55,20 @@ class Backend(CpuBackend):
             )
         )
         self.failures, self.spoilt_rows, self.culprits, self.batches = [], [], set(), []
+        self.copy_failures, self.copies, self.computed = [], [], []
         self.pool.tensor().fill_(float("nan"))  # what was never written must never be read
 
-    def prefill(self, *args: Any, **fields: Any) -> Any:
+    def prefill(self, chunk: PrefillChunk, *args: Any, **fields: Any) -> Any:
         if self.failures:
             raise self.failures.pop()
-        return super().prefill(*args, **fields)
+        self.computed.append((chunk.request.request_id, chunk.start, chunk.end))
+        return super().prefill(chunk, *args, **fields)
+
+    def copy_blocks(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> None:
+        if self.copy_failures and (failure := self.copy_failures.pop()) is not None:
+            raise failure
+        self.copies.append((list(sources), list(targets)))
+        super().copy_blocks(sources, targets)
 
     def decode(self, batch: DecodeBatch) -> Any:
         self.batches.append([request.request_id for request in batch.requests])
@@ -89,6 +102,7 @@ class Rig:
         reserve: int = 128,
         num_blocks: int = NUM_BLOCKS,
         eos_token_ids: tuple[int, ...] = (),
+        keeps_prefixes: bool = False,
     ) -> None:
         self.backend = Backend(folder)
         self.tokenizer = Tokenizer.load(folder)
@@ -96,7 +110,10 @@ class Rig:
             self.tokenizer, num_vocab=self.backend.num_vocab, eos_token_ids=eos_token_ids
         )
         self.blocks = BlockPool(num_blocks)
-        self.scheduler = _scheduler(role, self.blocks, batch_size, chunk, reserve)
+        self.prefixes = None
+        if keeps_prefixes:
+            self.prefixes = PrefixCache(self.blocks, block_size=BLOCK_SIZE, chunk_tokens=chunk)
+        self.scheduler = _scheduler(role, self.blocks, batch_size, chunk, reserve, self.prefixes)
         self.events: list[EngineEvent] = []
         self.transfers: dict[str, tuple[list[BlockId], TransferToken]] = {}
         self.engine = Engine(
@@ -185,15 +202,19 @@ class Rig:
 
 
 def _scheduler(
-    role: str, blocks: BlockPool, batch_size: int, chunk: int, reserve: int
+    role: str,
+    blocks: BlockPool,
+    batch_size: int,
+    chunk: int,
+    reserve: int,
+    prefixes: PrefixCache | None,
 ) -> Scheduler:
-    if role == "prefill":
-        return PrefillScheduler(blocks, batch_size=batch_size, chunk_tokens=chunk, **LIMITS)
     if role == "decode":
         return DecodeScheduler(blocks, batch_size=batch_size, reserve_tokens=reserve, **LIMITS)
-    return CombinedScheduler(
-        blocks, batch_size=batch_size, chunk_tokens=chunk, reserve_tokens=reserve, **LIMITS
-    )
+    sizes: dict[str, Any] = {"batch_size": batch_size, "chunk_tokens": chunk, **LIMITS}
+    if role == "prefill":
+        return PrefillScheduler(blocks, **sizes, prefixes=prefixes)
+    return CombinedScheduler(blocks, **sizes, reserve_tokens=reserve, prefixes=prefixes)
 
 
 def key(name: str, attempt: int = 0) -> Key:
