@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from memory_kit import KvMemory
 
-from neuron_di.core import BlockPool, PrefillChunk, PrefixCache
+from neuron_di.core import BlockPool, PrefixCache
 from neuron_di.errors import CapacityError, LocalProtocolError, NeuronDiError, Preempted, TooLarge
 from neuron_di.request import Request, RequestStatus
 from neuron_di.types import RequestId
@@ -108,17 +108,6 @@ class Transfer:
     def end(self, failure: NeuronDiError | None = None) -> None:
         self.is_ended = True
         self.failure = failure
-
-
-def is_whole(chunk: PrefillChunk, chunk_tokens: int) -> bool:
-    """True unless the chunk stops before it must: at its limit, the prompt's end or the end. Of one
-    that is reused KvMemory knows what it has to be."""
-    if chunk.reused:
-        return True
-    request = chunk.request
-    is_border = chunk.end in (request.num_prompt, request.num_prefilled)
-    size = chunk.end - chunk.start
-    return 0 < size <= chunk_tokens and (is_border or size == chunk_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

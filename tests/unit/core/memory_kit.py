@@ -162,3 +162,14 @@ class KvMemory:
 
     def _piece(self, block_ids: tuple[BlockId, ...] | list[BlockId]) -> list[_Cell]:
         return [self._cells[place] for place in self._places(list(block_ids))]
+
+
+def is_whole(chunk: PrefillChunk, chunk_tokens: int) -> bool:
+    """True unless the chunk stops before it must: at its limit, the prompt's end or the end. Of one
+    that is reused KvMemory knows what it has to be."""
+    if chunk.reused:
+        return True
+    request = chunk.request
+    is_border = chunk.end in (request.num_prompt, request.num_prefilled)
+    size = chunk.end - chunk.start
+    return 0 < size <= chunk_tokens and (is_border or size == chunk_tokens)

@@ -2,7 +2,7 @@
 
 from core_kit import make_request
 
-from neuron_di.core import BlockPool, PrefillChunk, PrefixCache
+from neuron_di.core import BlockPool, CombinedScheduler, PrefillChunk, PrefillScheduler, PrefixCache
 from neuron_di.request import Request
 
 BLOCK_SIZE = 4
@@ -71,3 +71,19 @@ class Worker:
         return "".join(
             letter for letter, key in zip(pieces, keys, strict=True) if key in self.cache._pieces
         )
+
+
+def make_prefill(worker: Worker) -> PrefillScheduler:
+    return PrefillScheduler(
+        worker.pool,
+        block_size=4,
+        batch_size=2,
+        chunk_tokens=8,
+        waiting_max=4,
+        prefixes=worker.cache,
+    )
+
+
+def make_combined(worker: Worker) -> CombinedScheduler:
+    limits = {"batch_size": 2, "chunk_tokens": 8, "waiting_max": 4, "reserve_tokens": 8}
+    return CombinedScheduler(worker.pool, block_size=4, **limits, prefixes=worker.cache)

@@ -7,11 +7,11 @@ from core_kit import (
     RUNNING,
     WAITING,
     SchedulerMachine,
-    is_whole,
     make_request,
 )
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
+from memory_kit import is_whole
 
 from neuron_di.core import BlockPool, CombinedScheduler, DecodeBatch, PrefillChunk
 

@@ -9,12 +9,12 @@ from core_kit import (
     WAITING,
     SchedulerMachine,
     Transfer,
-    is_whole,
     make_received,
     make_request,
 )
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from memory_kit import is_whole
 
 from neuron_di.core import BlockCount, BlockPool, PrefillScheduler
 from neuron_di.errors import LocalProtocolError

@@ -2,9 +2,9 @@
 
 import pytest
 from core_kit import make_request
-from prefix_kit import CHUNK, Worker, ids
+from prefix_kit import CHUNK, Worker, ids, make_combined, make_prefill
 
-from neuron_di.core import CombinedScheduler, PrefillChunk, PrefillScheduler
+from neuron_di.core import PrefillChunk
 from neuron_di.errors import LocalProtocolError
 from neuron_di.request import PromptWish
 
@@ -220,22 +220,6 @@ def test_check_integrity_finds_a_piece_that_lacks_a_block(worker):
     worker.pool.check_integrity([], worker.cache.owned())
     with pytest.raises(LocalProtocolError, match="lacks"):
         worker.cache.check_integrity()
-
-
-def make_prefill(worker):
-    return PrefillScheduler(
-        worker.pool,
-        block_size=4,
-        batch_size=2,
-        chunk_tokens=8,
-        waiting_max=4,
-        prefixes=worker.cache,
-    )
-
-
-def make_combined(worker):
-    limits = {"batch_size": 2, "chunk_tokens": 8, "waiting_max": 4, "reserve_tokens": 8}
-    return CombinedScheduler(worker.pool, block_size=4, **limits, prefixes=worker.cache)
 
 
 @pytest.mark.parametrize("make", [make_prefill, make_combined])

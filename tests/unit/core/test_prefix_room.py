@@ -2,7 +2,7 @@
 
 import pytest
 from core_kit import make_request
-from prefix_kit import Worker, ids
+from prefix_kit import Worker, ids, make_combined, make_prefill
 
 
 @pytest.fixture
@@ -91,3 +91,16 @@ def test_all_blocks_can_be_taken_at_any_time(worker):
     worker.pool.free(taken)
     assert worker.ask(ids("abc")) == 0
     assert worker.ask(ids("abc")) == 24
+
+
+@pytest.mark.parametrize("make", [make_prefill, make_combined])
+def test_a_scheduler_starts_a_request_in_the_blocks_of_what_it_cannot_use(make):
+    worker = Worker(num_blocks=8)
+    worker.ask(ids("a"))
+    worker.ask(ids("b"))
+    scheduler = make(worker)
+    request = make_request("a", prompt_ids=ids("a", 9), max_tokens=1)
+    scheduler.add(request)
+    assert scheduler.schedule().reused
+    assert (worker.found("a"), worker.found("b")) == ("a", "")
+    scheduler.check_integrity()
