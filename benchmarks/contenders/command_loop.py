@@ -32,6 +32,7 @@ class Settings:
     step_tokens: int  # of a prefill batch that must fit into one step
     kv_bytes: int
     compiled: bool = False  # where the engine offers both
+    prefix_caching: bool = False  # likewise; else a prompt that comes again is computed again
     device: str = "cpu"  # as our engine calls it
     torch_device: str = "cpu"  # of an engine that is torch's own
 

@@ -13,6 +13,8 @@ def load(settings: Settings) -> tuple[str, Generate]:
         context_tokens=settings.context_tokens,
         decode_batch=settings.batch_max,
         kv_memory=settings.kv_bytes,
+        # As a rule off: rounds and profiles repeat their prompts, which are to be computed.
+        prefix_cache="on" if settings.prefix_caching else "off",
     )
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

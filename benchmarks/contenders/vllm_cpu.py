@@ -1,7 +1,7 @@
 """vLLM's offline engine on a CPU, in one process. Needs an environment of its own: see README.md.
 
 These settings favour it: no second process to talk to, a whole prefill batch in one step, no
-more threads than it is told. Prefix caching is off, because nobody else here has it.
+more threads than it is told. Prefix caching is off where prompts come again to be computed again.
 """
 
 import os
@@ -26,7 +26,7 @@ def load(settings: Settings) -> tuple[str, Generate]:
         max_model_len=settings.context_tokens,
         max_num_seqs=settings.batch_max,
         max_num_batched_tokens=settings.step_tokens,
-        enable_prefix_caching=False,
+        enable_prefix_caching=settings.prefix_caching,
         enforce_eager=not settings.compiled,
         kv_cache_memory_bytes=settings.kv_bytes,
     )
