@@ -32,7 +32,7 @@ def plot_prefixes(report: PrefixReport, path: Path) -> None:
             elinewidth=1,
             label=label,
         )
-    axes.set_yticks(range(len(rows)), [f"{side}: {cell.name}" for side, cell in rows])
+    axes.set_yticks(range(len(rows)), [f"{side}, {cell.name}" for side, cell in rows])
     axes.invert_yaxis()
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")

