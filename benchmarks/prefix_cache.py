@@ -65,6 +65,7 @@ def main() -> int:
         machine=machine_description(),
         commit=commit_description(),
         scene=SCENE.format(model=options.model),
+        load_before=os.getloadavg()[0],
     )
     console.print(f"[dim]{report.machine}\n{report.command}[/dim]", soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="bench-prefix-") as folder, console.status("servers"):

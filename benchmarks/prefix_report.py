@@ -83,6 +83,7 @@ class PrefixReport:
     machine: str
     commit: str
     scene: str
+    load_before: float  # processes that wanted a core in the minute before; 0: it was quiet
     versions: dict[str, str] = field(default_factory=dict)  # of whoever computes offline
     turns: list[Turn] = field(default_factory=list)
 
@@ -224,7 +225,8 @@ def write_report(report: PrefixReport, folder: Path) -> None:
     lines = [
         "# KV of prompts' beginnings, kept or not",
         "",
-        f"Made by `{report.command}` on {report.machine}, at commit {report.commit}.",
+        f"Made by `{report.command}` on {report.machine}, at commit {report.commit}. The load "
+        f"average was {report.load_before:.1f} when it began.",
         "",
         *(f"- {line}" for line in verdict(report)),
         *(f"- {side}: {version}." for side, version in report.versions.items()),

