@@ -62,9 +62,13 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
     [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)],
 )
 def test_a_signal_ends_it_without_a_word(number, code, is_measuring):
-    command = [sys.executable, "-m", "neuron_di", "bench", "--self-test"]
+    # Whoever runs this may have been started with nohup.
+    command = ["env", "--default-signal=HUP", sys.executable, "-m", "neuron_di", "bench"]
     process = psutil.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+        [*command, "--self-test"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=0,
     )
     deadline = Deadline.after(60.0)
     while not (stubs := process.children()) or (is_measuring and not is_connected(stubs[0])):
