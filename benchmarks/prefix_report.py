@@ -222,11 +222,11 @@ def print_report(console: Console, report: PrefixReport) -> None:
 
 def write_report(report: PrefixReport, folder: Path) -> None:
     num_rounds = 1 + max(turn.round for turn in report.turns)
+    load = f"The load average was {report.load_before:.1f} when it began."
     lines = [
         "# KV of prompts' beginnings, kept or not",
         "",
-        f"Made by `{report.command}` on {report.machine}, at commit {report.commit}. The load "
-        f"average was {report.load_before:.1f} when it began.",
+        f"Made by `{report.command}` on {report.machine}, at commit {report.commit}. {load}",
         "",
         *(f"- {line}" for line in verdict(report)),
         *(f"- {side}: {version}." for side, version in report.versions.items()),
