@@ -32,6 +32,7 @@ from neuron_di.wire import ShmRegion
 EOS_ID = 0
 NUM_VOCAB = 64
 PROMPT_KERNEL, DECODE_KERNEL = 1, 2
+MISCUT = 3  # the prompt's kernel, in a chunk that begins or ends where none does
 
 _NUM_ROWS = 4096
 _ROWS: npt.NDArray[np.float32] = (
@@ -111,7 +112,10 @@ class FakePool(HalvesPool):
 
 
 class FakeBackend(HostLogits):
-    """A Backend for this model. `faults` may make a step raise."""
+    """A Backend for this model. `faults` may make a step, or a copy, raise.
+
+    With `chunk_tokens` a prompt that is cut elsewhere has other KV, as rounding makes it.
+    """
 
     numerics: str | None = "fake"
 
@@ -123,9 +127,11 @@ class FakeBackend(HostLogits):
         incarnation: Incarnation,
         faults: Faults | None = None,
         make_pool: Callable[[KvLayout, int, Incarnation], HalvesPool] = FakePool,
+        chunk_tokens: int | None = None,
     ) -> None:
         self.layout = fake_layout(block_size)
         self.num_vocab = NUM_VOCAB
+        self._chunk_tokens = chunk_tokens
         self._make_pool = make_pool
         self._own_pool = make_pool(self.layout, num_blocks, incarnation)
         self.pool: KvPool = self._own_pool
@@ -139,7 +145,7 @@ class FakeBackend(HostLogits):
     ) -> Tensor | None:
         if self._faults.strikes("step fails"):
             raise RuntimeError("an injected fault")
-        kernel = DECODE_KERNEL if chunk.is_replay else PROMPT_KERNEL
+        kernel = self._kernel(chunk)
         ids = chunk.request.token_ids(chunk.start, chunk.end)
         self._extend(chunk.request.block_ids, chunk.start, ids, kernel)
         if after_layer is not None:
@@ -162,6 +168,11 @@ class FakeBackend(HostLogits):
             rows.append(self._logits(request, place + 1, DECODE_KERNEL))
         return torch.from_numpy(np.stack(rows))
 
+    def copy_blocks(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> None:
+        if self._faults.strikes("copy fails"):
+            raise RuntimeError("an injected fault")
+        super().copy_blocks(sources, targets)
+
     def watch(self, on_lost: OnLost) -> None:
         """It is never lost."""
 
@@ -174,6 +185,15 @@ class FakeBackend(HostLogits):
 
     def close(self) -> None:
         self.pool.close()
+
+    def _kernel(self, chunk: PrefillChunk) -> int:
+        size = self._chunk_tokens
+        if chunk.is_replay:
+            return DECODE_KERNEL
+        if size is None:
+            return PROMPT_KERNEL
+        end = min(chunk.start + size, chunk.request.num_prompt)
+        return MISCUT if chunk.start % size or chunk.end != end else PROMPT_KERNEL
 
     def _extend(
         self, block_ids: Sequence[BlockId], start: int, ids: Sequence[int], kernel: int

@@ -15,7 +15,7 @@ from neuron_di.clock import now_s
 from neuron_di.testing.sim_cluster import Tally
 from neuron_di.testing.sim_trace import about
 from neuron_di.testing.swarm import Run, run_seed
-from neuron_di.testing.workload import NUM_REQUESTS, wanted
+from neuron_di.testing.workload import NUM_ALIKE, NUM_REQUESTS, wanted
 
 _TRACED_LINES_MAX = 80
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         return int(bool(run.failures))
     if chosen.seeds < 1:
         parser.error("--seeds is to be 1 or more: nothing would be tried")
-    for number in range(NUM_REQUESTS):
+    for number in range(NUM_REQUESTS + NUM_ALIKE):
         wanted(number)  # the right answers are no part of what is timed
     tally, failing, failures = Tally(), [], Counter[str]()
     start_s = now_s()
@@ -77,6 +77,7 @@ def report(
         f"continued   {tally.num_continued}, {tally.num_preempted} of them preempted, "
         f"retried {tally.num_retried}"
     )
+    yield f"prefixes    {_list(tally.prefixes)}"
     yield f"errors      {_list(tally.errors)}"
     yield f"faults      {_list(tally.faults)}"
     for kind in ("wrong", "hidden", "lost", "stuck", "leaked", "bug"):

@@ -52,6 +52,7 @@ class Ambush:
 
 def draw_rates_of_run(rng: random.Random) -> dict[str, float]:
     """The faults that have a rate. Each run has few kinds, some runs have none."""
+    aside = random.Random(repr(rng.getstate()))
     kinds = [f"{fault} {tag}" for fault in MESSAGE_FAULTS for tag in SIGNAL_TAGS]
     rates: dict[str, float] = {}
     if rng.random() < 0.5:
@@ -66,6 +67,8 @@ def draw_rates_of_run(rng: random.Random) -> dict[str, float]:
         rates["role fails"] = 0.7 * rng.random()
     if rng.random() < 0.05:
         rates["step fails"] = 0.05 * rng.random()
+    if aside.random() < 0.1:
+        rates["copy fails"] = 0.3 * aside.random()
     return rates
 
 

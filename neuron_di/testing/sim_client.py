@@ -34,6 +34,7 @@ class Client:
     deadline_s: float  # after its arrival
     fail: Fail
     now_s: Callable[[], float]
+    may_find_kv: bool = True  # of its prompt's beginning
     num_tokens: int = 0
     outcome: Outcome = "running"
     failed: Failed | None = None
@@ -100,6 +101,9 @@ class Client:
         seen = (end.reason, end.stop, end.text, self.num_tokens)
         if seen != right or end.num_generated != len(answer.tokens):
             self._wrong(f"ended as {seen}, right is {right}")
+        cached_max = len(self.wanted.prompt_ids) - 1 if self.may_find_kv else 0
+        if not 0 <= end.num_cached <= cached_max:
+            self._wrong(f"{end.num_cached} tokens were found, of {cached_max} at most")
 
     def _check_failure(self, failed: Failed) -> None:
         if failed.http_status < 429:

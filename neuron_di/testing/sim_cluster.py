@@ -38,6 +38,7 @@ class Tally:
     num_continued: int = 0
     num_retried: int = 0
     num_preempted: int = 0
+    prefixes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     num_callbacks: int = 0
@@ -52,6 +53,7 @@ class Tally:
         self.num_continued += other.num_continued
         self.num_retried += other.num_retried
         self.num_preempted += other.num_preempted
+        self.prefixes += other.prefixes
         self.errors += other.errors
         self.faults += other.faults
         self.num_callbacks += other.num_callbacks
@@ -117,6 +119,7 @@ class Cluster:
             servers={},
             registry_of=lambda: self.proxy.registry,
             failures=[],
+            prefixes=Counter(),
         )
         self.clients: list[Client] = []
         self.proxy: SimProxy
@@ -168,6 +171,8 @@ class Cluster:
                     f"{status.num_blocks_receiving} receiving, "
                     f"{status.num_blocks_quarantined} quarantined)"
                 )
+            if status.num_blocks_cached and self._keeps_nothing(worker):
+                found.append(f"{place.name}: keeps {status.num_blocks_cached} blocks")
             found += _kept_by(worker, place.name)
             pool = worker._model.backend.pool  # noqa: SLF001 - what a leak is, is inside
             if isinstance(pool, FakeArenaPool) and (doubts := pool.doubts()):
@@ -183,6 +188,9 @@ class Cluster:
                 f"{admission.num_waiting} wait"
             )
         return found
+
+    def _keeps_nothing(self, worker: Worker) -> bool:
+        return self.options.engine.prefix_cache == "off" or worker.record().role == "decode"
 
     def _left_in_registry(self) -> list[str]:
         """Keys of workers that are not there any more, and leases that nobody has."""
@@ -206,6 +214,7 @@ class Cluster:
             tally.num_continued += any(attempt.emitted for attempt in later)
             tally.num_retried += any(not attempt.emitted for attempt in later)
             tally.num_preempted += any(each.code == Preempted.code for each in record.attempts)
+        tally.prefixes += self.world.prefixes
         tally.faults += self.faults.num_struck
         tally.num_callbacks = self.loop.num_callbacks
         tally.virtual_s = self.loop.now_s

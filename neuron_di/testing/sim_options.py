@@ -9,6 +9,7 @@ from neuron_di.types import Role
 
 TWO_SIDED_SHARE = 0.2
 ARENA_SHARE = 0.3  # of what is left, where blocks are alike
+CACHE_SHARE = 0.85  # in which KV of prompts is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,8 @@ def draw_options(rng: random.Random) -> ClusterOptions:
     if reserve_tokens == 1:  # then most answers outgrow what they began with, again and again
         engine = replace(engine, block_size=1, decode_batch=16)
         drawn = replace(drawn, num_blocks=CONTEXT_TOKENS, decode_block_size=None, step_s=0.05)
+    if aside.random() >= CACHE_SHARE:
+        engine = replace(engine, prefix_cache="off")
     return replace(drawn, engine=engine)
 
 
@@ -91,12 +94,15 @@ def default_options(roles: tuple[Role, ...]) -> ClusterOptions:
 
 
 def draw_single_fault_options(rng: random.Random) -> ClusterOptions:
-    """A cluster of defaults in which any one worker can be spared."""
+    """A cluster of defaults in which any one worker can be spared. In some of them chunks are so
+    short that KV of prompts is found."""
     aside = random.Random(repr(rng.getstate()))
     two: list[Role] = ["prefill", "prefill", "decode", "decode"]
     options = default_options(tuple(two))
     step_s = rng.choice((0.001, 0.01, 0.05))
-    return replace(options, step_s=step_s, has_arena=aside.random() < ARENA_SHARE)
+    options = replace(options, step_s=step_s, has_arena=aside.random() < ARENA_SHARE)
+    engine = replace(options.engine, chunk_tokens=aside.choice((None, None, 8)))
+    return replace(options, engine=engine)
 
 
 def _draw_roles(rng: random.Random) -> tuple[Role, ...]:

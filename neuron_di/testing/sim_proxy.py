@@ -172,15 +172,17 @@ class SimProxy:
         if self.runner is None:
             raise CapacityError("the proxy is starting")
         wanted = client.wanted
+        tenant = TENANTS[wanted.tenant]
         request = ChoiceRequest(
             endpoint="completions",
             model=MODEL,
             prompt=msgspec.Raw(msgspec.json.encode(wanted.prompt_ids)),
             sampling=wanted.sampling,
+            cache_scope=tenant.cache_scope,
         )
         record = RequestRecord(request_id=RequestId(client.name), model=MODEL)
         self.records[client.name] = record
-        ticket = self.admission.arrive(TENANTS[wanted.number % len(TENANTS)])
+        ticket = self.admission.arrive(tenant)
         try:
             ticket.take(1, 1.0)
             queue_timeout_s = self._world.options.limits.queue_timeout_s

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextvars import Context
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from neuron_di.testing.sim_failure import Failure, Kind
 from neuron_di.testing.sim_legs import Server
 from neuron_di.testing.sim_link import SignalNetwork, SimTransport
 from neuron_di.testing.sim_options import ClusterOptions
+from neuron_di.testing.sim_prefixes import SimModel
 from neuron_di.testing.sim_rpc import SimRegistryClient
 from neuron_di.testing.virtual_loop import Process
 from neuron_di.testing.workload import CONTEXT_TOKENS
@@ -57,6 +59,7 @@ class World:
     servers: dict[tuple[str, int], Server]
     registry_of: Callable[[], EmbeddedRegistry]
     failures: list[Failure]  # what must never happen, and did
+    prefixes: Counter[str]  # what became of KV that was kept
 
     def fail(self, kind: Kind, text: str, request: str = "") -> None:
         self.failures.append(Failure(kind, self.network.loop.now_s, text, request))
@@ -242,7 +245,8 @@ class SimWorker:
 
     def _model(self, role: Role, incarnation: Incarnation) -> LoadedModel:
         options, arena = self._world.options, self._world.arena
-        return LoadedModel(
+        return SimModel(
+            counts=self._world.prefixes,
             name=MODEL,
             digest="fake-model",
             incarnation=incarnation,
@@ -255,6 +259,7 @@ class SimWorker:
                 incarnation=incarnation,
                 faults=self._world.network.faults,
                 make_pool=FakePool if arena is None else partial(arena.join, self.name),
+                chunk_tokens=options.engine.chunk,
             ),
         )
 

@@ -19,9 +19,10 @@ from neuron_di.testing.sim_client import Client
 from neuron_di.testing.sim_cluster import Cluster, Tally
 from neuron_di.testing.sim_failure import Failure
 from neuron_di.testing.sim_options import draw_options, draw_single_fault_options
+from neuron_di.testing.sim_prefixes import found_too_much
 from neuron_di.testing.sim_trace import lines_of
 from neuron_di.testing.virtual_loop import LoopOverrun, place_of, silenced
-from neuron_di.testing.workload import NUM_REQUESTS, wanted
+from neuron_di.testing.workload import NUM_REQUESTS, some_alike, wanted
 
 CLIENTS = 20
 SINGLE_FAULT_SHARE = 0.15  # of the seeds: the defaults, one blow, and nobody may be lost
@@ -84,8 +85,10 @@ async def _scenario(cluster: Cluster, is_single: bool) -> None:
         chaos.begin_single()
     else:
         chaos.begin()
-    for number in rng.sample(range(NUM_REQUESTS), CLIENTS):
-        _start_client(cluster, number, is_single=is_single)
+    aside = random.Random(repr(rng.getstate()))
+    numbers = rng.sample(range(NUM_REQUESTS), CLIENTS)
+    for number, instead in zip(numbers, some_alike(aside, numbers), strict=True):
+        _start_client(cluster, number, instead, is_single=is_single)
     await asyncio.sleep(SINGLE_CHAOS_S if is_single else CHAOS_S)
     chaos.heal()
     # A client's task may belong to a process that was killed, so it is not waited for itself.
@@ -98,23 +101,27 @@ async def _scenario(cluster: Cluster, is_single: bool) -> None:
             cluster.world.fail(
                 "lost", f"{client.failed.code}: {client.failed.message}", client.name
             )
+    for name, words in found_too_much(cluster.clients, cluster.proxy.records):
+        cluster.world.fail("wrong", words, name)
     cluster.proxy.rest()
     await _until(lambda: not cluster.leftovers(), HOME_S)
     for leftover in cluster.leftovers():
         cluster.world.fail("leaked", leftover)
 
 
-def _start_client(cluster: Cluster, number: int, *, is_single: bool) -> None:
+def _start_client(cluster: Cluster, number: int, instead: int, *, is_single: bool) -> None:
+    """Ask for `instead`; what is drawn is as if `number` were asked for."""
     rng, limits = cluster.rng, cluster.options.limits
-    want = wanted(number)
+    num_tokens = len(wanted(number).answer.tokens)
     client = Client(
-        name=f"r{number}",
-        wanted=want,
+        name=f"r{instead}",
+        wanted=wanted(instead),
         arrives_s=rng.random() * ARRIVE_S,
-        cancels_after=rng.randint(1, len(want.answer.tokens)) if rng.random() < 0.1 else None,
+        cancels_after=rng.randint(1, num_tokens) if rng.random() < 0.1 else None,
         deadline_s=SINGLE_FAULT_S if is_single else limits.request_timeout_s + SLACK_S,
         fail=cluster.world.fail,
         now_s=cluster.loop.time,
+        may_find_kv=cluster.options.engine.prefix_cache == "on",
     )
     if is_single:  # nothing else keeps a worker from hearing of the end
         client.on_end = cluster.check_later
