@@ -5,11 +5,11 @@ the one that is missing. They are named so that nobody takes their silence for a
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from unittest import mock
 
 from msgspec import structs
+from planting import Plant, around, both, instead, nothing, row, without
 
 from neuron_di.core import BlockPool, DecodeScheduler, PrefillChunk
 from neuron_di.core.quarantine import Quarantine
@@ -56,32 +56,6 @@ from neuron_di_proxy.health import Health
 from neuron_di_proxy.inbox import Inbox
 from neuron_di_proxy.receipts import RequestRecord
 from neuron_di_proxy.recovery import RequestRunner
-
-Plant = Callable[[], AbstractContextManager[object]]
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """What a forgotten call does."""
-
-
-def _instead(owner: object, name: str, other: object) -> Plant:
-    return lambda: mock.patch.object(owner, name, other)
-
-
-def _without(table: dict, row: tuple, action: object) -> Plant:
-    """A row of a table forgets one of its actions."""
-
-    def plant() -> AbstractContextManager[object]:
-        step = table[row]
-        assert action in step.actions
-        kept = tuple(each for each in step.actions if each is not action)
-        return mock.patch.dict(table, {row: step._replace(actions=kept)})
-
-    return plant
-
-
-def _row(table: dict, row: tuple, step: object) -> Plant:
-    return lambda: mock.patch.dict(table, {row: step})
 
 
 def _without_parked(self: Drain) -> bool:
@@ -198,31 +172,8 @@ def _any_index(self: leg_merge.Running, token: Token) -> None:
     self._emit(token)
 
 
-def _both(one: Plant, other: Plant) -> Plant:
-    @contextmanager
-    def plant() -> Iterator[None]:
-        with one(), other():
-            yield
-
-    return plant
-
-
 def _skipping(self: SendPeers, identity: str, message: object) -> None:
     """Why a handshake is refused: never."""
-
-
-def _around(owner: object, name: str, other: Callable) -> Plant:
-    """Put `other` in the place of a method; it is given the real one first."""
-
-    def plant() -> AbstractContextManager[object]:
-        real = getattr(owner, name)
-
-        def wrapped(*args: object, **kwargs: object) -> object:
-            return other(real, *args, **kwargs)
-
-        return mock.patch.object(owner, name, wrapped)
-
-    return plant
 
 
 _S, _SE, _SA = SenderState, SenderEvent, SenderAction
@@ -231,87 +182,85 @@ _L, _LE, _LA = LaunchState, LaunchEvent, LaunchAction
 
 PLANTED: dict[str, Plant] = {
     # Integrity.
-    "digests are not compared": _instead(kv_receiver, "block_digests", _blind_digests),
-    "layers that came early are believed": _instead(
+    "digests are not compared": instead(kv_receiver, "block_digests", _blind_digests),
+    "layers that came early are believed": instead(
         KvReceiver, "finish_streamed", _place_unverified
     ),
-    "no fence before bytes are read": _instead(FakeTransferEngine, "fence", _nothing),
-    "a request runs before its KV is here": _instead(
-        DecodeScheduler, "_join_received", _join_early
-    ),
-    "Ready names blocks in the wrong order": _around(PrefillWorker, "_ready", _wrong_order),
+    "no fence before bytes are read": instead(FakeTransferEngine, "fence", nothing),
+    "a request runs before its KV is here": instead(DecodeScheduler, "_join_received", _join_early),
+    "Ready names blocks in the wrong order": around(PrefillWorker, "_ready", _wrong_order),
     "given ids are computed by the prompt's kernel": lambda: mock.patch.object(
         PrefillChunk, "is_replay", property(lambda _: False)
     ),
-    "blocks are reused while they are written": _instead(Quarantine, "give_back", _free_at_once),
-    "a block is given to two requests": _around(BlockPool, "allocate", _allocate_twice),
-    "blocks are taken that were given up": _around(Ownership, "_take", _taking_blindly),
-    "what was verified is never taken": _instead(Lane, "commit", _nothing),
-    "landing memory is free before it is read": _around(
+    "blocks are reused while they are written": instead(Quarantine, "give_back", _free_at_once),
+    "a block is given to two requests": around(BlockPool, "allocate", _allocate_twice),
+    "blocks are taken that were given up": around(Ownership, "_take", _taking_blindly),
+    "what was verified is never taken": instead(Lane, "commit", nothing),
+    "landing memory is free before it is read": around(
         LayerReceiver, "place", _place_what_is_freed
     ),
     # Delivery.
     "a failed leg says that it finished": lambda: mock.patch(
         "neuron_di.testing.sim_legs.failed", _fails_as_success
     ),
-    "a continuation forgets the newest tokens": _instead(RequestRecord, "count_token", _count_once),
-    "a continuation starts from nothing": _instead(recovery, "_given_before", lambda _: ()),
-    "decode's tokens overtake prefill's": _both(
-        _row(LAUNCH, (_L.LAUNCHED, _LE.DECODE_TOKEN), LaunchStep(_L.DECODING, (_LA.EMIT,))),
-        _instead(leg_merge.Running, "give", _any_index),
+    "a continuation forgets the newest tokens": instead(RequestRecord, "count_token", _count_once),
+    "a continuation starts from nothing": instead(recovery, "_given_before", lambda _: ()),
+    "decode's tokens overtake prefill's": both(
+        row(LAUNCH, (_L.LAUNCHED, _LE.DECODE_TOKEN), LaunchStep(_L.DECODING, (_LA.EMIT,))),
+        instead(leg_merge.Running, "give", _any_index),
     ),
-    "errors of the engine are dropped": _around(LiveLegs, "dispatch", _deaf_to_errors),
-    "a failure ends the stream without a word": _around(RequestRunner, "run", _silent_end),
-    "both legs draw other numbers": _around(launch, "DecodeLeg", _other_seed),
-    "text does not go on from what was given": _instead(Engine, "_accept_given", _without_text),
-    "nothing is tried again": _instead(RequestRunner, "_may_go_on", lambda *_: False),
+    "errors of the engine are dropped": around(LiveLegs, "dispatch", _deaf_to_errors),
+    "a failure ends the stream without a word": around(RequestRunner, "run", _silent_end),
+    "both legs draw other numbers": around(launch, "DecodeLeg", _other_seed),
+    "text does not go on from what was given": instead(Engine, "_accept_given", _without_text),
+    "nothing is tried again": instead(RequestRunner, "_may_go_on", lambda *_: False),
     # Leaks.
-    "a cancelled request keeps its blocks": _instead(Engine, "cancel", _nothing),
-    "a leg that is not wanted is not closed": _instead(SimLeg, "close", _nothing),
-    "a request keeps its place in the proxy": _instead(Ticket, "close", _nothing),
-    "an ended decode leg forgets its hand-over": _instead(RecvBuffer, "cancel", _nothing),
-    "leases do not end": _instead(SendBuffer, "_sweep", _nothing),
-    "prefill's leg forgets its hand-over": _instead(SendBuffer, "drop", _nothing),
-    "quarantined blocks are not let go": _without(SENDER, (_S.RECALLED, _SE.ABORT), _SA.LET_GO),
+    "a cancelled request keeps its blocks": instead(Engine, "cancel", nothing),
+    "a leg that is not wanted is not closed": instead(SimLeg, "close", nothing),
+    "a request keeps its place in the proxy": instead(Ticket, "close", nothing),
+    "an ended decode leg forgets its hand-over": instead(RecvBuffer, "cancel", nothing),
+    "leases do not end": instead(SendBuffer, "_sweep", nothing),
+    "prefill's leg forgets its hand-over": instead(SendBuffer, "drop", nothing),
+    "quarantined blocks are not let go": without(SENDER, (_S.RECALLED, _SE.ABORT), _SA.LET_GO),
     # Fencing and failover.
-    "blocks that are given up look as before": _instead(KvPool, "retire", _nothing),
-    "a lost worker's legs are not told": _instead(Inbox, "lose", _nothing),
+    "blocks that are given up look as before": instead(KvPool, "retire", nothing),
+    "a lost worker's legs are not told": instead(Inbox, "lose", nothing),
     # Orders.
     "a worker that drains takes new legs": lambda: mock.patch.object(
         Worker, "is_draining", property(lambda _: False)
     ),
-    "a drain drops parked KV": _instead(Drain, "_is_empty", _without_parked),
-    "a worker of another role is the same process": _around(SimWorker, "_model", _same_life),
-    "a worker that drained keeps its key": _around(Announcer, "withdraw", _keeping_the_key),
+    "a drain drops parked KV": instead(Drain, "_is_empty", _without_parked),
+    "a worker of another role is the same process": around(SimWorker, "_model", _same_life),
+    "a worker that drained keeps its key": around(Announcer, "withdraw", _keeping_the_key),
 }
 
 MASKED: dict[str, tuple[Plant, str]] = {
     "Done releases nothing": (
-        _without(SENDER, (_S.PULLING, _SE.DONE), _SA.RELEASE),
+        without(SENDER, (_S.PULLING, _SE.DONE), _SA.RELEASE),
         "the proxy closes the prefill leg a second after the end, which frees its blocks",
     ),
     "a failed copy fails nothing": (
-        _without(RECEIVER, (_R.PULLING, _RE.BROKE), _RA.FAIL),
+        without(RECEIVER, (_R.PULLING, _RE.BROKE), _RA.FAIL),
         "the token that the engine polls is completed with the error in any case",
     ),
     "decode keeps a hand-over that is denied": (
-        _row(RECEIVER, (_R.ASKING, _RE.NEVER), ReceiverStep(_R.ASKING, (_RA.COUNT_STALE,))),
+        row(RECEIVER, (_R.ASKING, _RE.NEVER), ReceiverStep(_R.ASKING, (_RA.COUNT_STALE,))),
         "prefill's own leg says why it failed, and the proxy closes both",
     ),
     "a predecessor's KV is asked of its successor": (
-        _instead(SendPeers, "_why_refused", _skipping),
+        instead(SendPeers, "_why_refused", _skipping),
         "Ready states the incarnation, and digests are seeded by it",
     ),
     "nobody learns who failed": (
-        _instead(Health, "blame", _nothing),
+        instead(Health, "blame", nothing),
         "an attempt avoids the worker that failed the one before, and probes find it",
     ),
     "a forgotten Abort": (
-        _without(RECEIVER, (_R.HELD, _RE.CANCEL), _RA.SEND_ABORT),
+        without(RECEIVER, (_R.HELD, _RE.CANCEL), _RA.SEND_ABORT),
         "the proxy closes the prefill leg as well, and else the lease ends",
     ),
     "parked KV is given up by nobody": (
-        _row(SENDER, (_S.PARKED, _SE.LEASE_ENDED), SenderStep(_S.PARKED, ())),
+        row(SENDER, (_S.PARKED, _SE.LEASE_ENDED), SenderStep(_S.PARKED, ())),
         "the leg has a deadline, at the worker and at the proxy",
     ),
 }
