@@ -12,7 +12,7 @@ from kv_kit import noise
 from neuron_di.errors import LocalProtocolError
 from neuron_di.kv import KvPool
 from neuron_di.types import BlockId, Incarnation
-from neuron_di_bindings import block_runs, run_copy
+from neuron_di_bindings import block_runs, owner_words, run_copy
 
 # In the arena these are the decode worker's, which come after the prefill worker's.
 BLOCKS = range(6, 12)
@@ -27,7 +27,12 @@ def way(request, monkeypatch) -> None:
         pytest.skip("the compiled copies are not built")
 
 
-@pytest.fixture(params=["plain pool", "arena"])
+needs_owner_words = pytest.mark.skipif(
+    not owner_words.is_available(), reason="owner_words was not compiled"
+)
+
+
+@pytest.fixture(params=["plain pool", pytest.param("arena", marks=needs_owner_words)])
 def pool(request) -> Iterator[KvPool]:
     """With twelve blocks, as far as addresses go, all of other bytes."""
     if request.param == "plain pool":
