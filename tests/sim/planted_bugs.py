@@ -9,6 +9,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from msgspec import structs
+from planted_prefix_bugs import PREFIX_BUGS
 from planting import Plant, around, both, instead, nothing, row, without
 
 from neuron_di.core import BlockPool, DecodeScheduler, PrefillChunk
@@ -199,6 +200,7 @@ PLANTED: dict[str, Plant] = {
     "landing memory is free before it is read": around(
         LayerReceiver, "place", _place_what_is_freed
     ),
+    **PREFIX_BUGS,
     # Delivery.
     "a failed leg says that it finished": lambda: mock.patch(
         "neuron_di.testing.sim_legs.failed", _fails_as_success

@@ -14,7 +14,9 @@ SEEDS_MAX = 1000
 NOTICED_BY = {
     "layers that came early are believed": 21,
     "blocks are reused while they are written": 438,
-    "blocks are taken that were given up": 797,
+    "blocks are taken that were given up": 522,
+    "KV of the decode kernel is kept": 62,
+    "a piece whose copy failed stays": 124,
     "a continuation starts from nothing": 49,
     "errors of the engine are dropped": 215,
     "nothing is tried again": 31,
@@ -23,7 +25,7 @@ NOTICED_BY = {
     "blocks that are given up look as before": 77,
     "a lost worker's legs are not told": 82,
     "decode's tokens overtake prefill's": 26,
-    "a worker that drains takes new legs": 61,
+    "a worker that drains takes new legs": 30,
 }
 CAUGHT = []
 
