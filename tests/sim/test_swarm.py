@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from neuron_di.testing.swarm import run_seed
 
 SEEDS = 1000
 SEEDS_PER_TEST = 100
+FOUND = Counter()  # of KV that was kept, in all seeds that were run
 REGRESSIONS = Path(__file__).with_name("regressions.txt")
 
 
@@ -30,12 +32,25 @@ def test_every_promise_is_kept(start):
         run = run_seed(seed)
         num_completed += run.tally.num_completed
         num_continued += run.tally.num_continued
+        FOUND.update(run.tally.prefixes, seeds=1, runs=int(run.tally.prefixes["found"] > 0))
         if run.failures:
             broken += describe(run)
     assert not broken, "\n".join(broken)
     # A simulation in which nothing comes to an answer would keep every promise, too.
     assert num_completed > 10 * SEEDS_PER_TEST / 2
     assert num_continued > SEEDS_PER_TEST / 2
+
+
+def test_kv_of_prompts_was_found_and_gave_way():
+    """Where none is found, none that is wrong is noticed."""
+    if FOUND["seeds"] < SEEDS:
+        pytest.skip(f"{FOUND['seeds']} seeds were run, of {SEEDS}")
+    assert FOUND["runs"] > SEEDS / 5
+    assert FOUND["found"] > SEEDS * 3
+    assert FOUND["found by a continuation"] > SEEDS
+    assert FOUND["found, blocks changed owner"] > SEEDS / 10
+    assert FOUND["gave way to a piece"] > SEEDS
+    assert FOUND["gave way to a request"] > SEEDS
 
 
 @pytest.mark.parametrize(("seed", "reason"), known_seeds())

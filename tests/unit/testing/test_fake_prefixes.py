@@ -4,6 +4,7 @@ import os
 import random
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from neuron_di.request import OutputText, Request
 from neuron_di.testing.fake_handover import FakeArenaPool
 from neuron_di.testing.fake_model import FakeBackend, FakePool, FakeTokenizer
 from neuron_di.testing.faults import Faults
-from neuron_di.testing.sim_prefixes import CountedPrefixCache
+from neuron_di.testing.sim_prefixes import CountedPrefixCache, found_too_much
 from neuron_di.testing.workload import (
     ALIKE_TOKENS_MAX,
     CONTEXT_TOKENS,
@@ -129,6 +130,26 @@ def test_what_a_cache_did_is_counted():
     assert counts["gave way to a piece"] == 1
     pool.allocate(2)
     assert counts["gave way to a request"] == 2
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "may_find_kv", "num_wrong"),
+    [((3, 4), True, 0), ((4, 4), True, 1), ((3, 5), True, 1), ((1, 0), False, 1)],
+)
+def test_no_more_is_found_than_a_tenant_has_asked_for(num_cached, may_find_kv, num_wrong):
+    """A first attempt finds what another prompt of its tenant has, a later one its own prompt."""
+    prompts = {"a": ((5, 6, 7, 8), 0), "b": ((5, 6, 7, 9), 0), "c": ((5, 6, 7, 8), 1)}
+    clients = [
+        SimpleNamespace(
+            name=name,
+            may_find_kv=may_find_kv,
+            wanted=SimpleNamespace(prompt_ids=prompt_ids, tenant=tenant),
+        )
+        for name, (prompt_ids, tenant) in prompts.items()
+    ]
+    attempts = [SimpleNamespace(number=n, num_cached=each) for n, each in enumerate(num_cached)]
+    wrong = list(found_too_much(clients, {"a": SimpleNamespace(attempts=attempts)}))
+    assert [name for name, _ in wrong] == ["a"] * num_wrong
 
 
 def test_a_share_of_the_requests_begins_alike():
