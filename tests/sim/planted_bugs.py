@@ -158,6 +158,10 @@ async def _silent_end(real: Callable, *args: object):
         return None
 
 
+async def _never(*_: object) -> bool:
+    return False
+
+
 def _other_seed(real: Callable, **fields: object) -> object:
     sampling = fields["sampling"]
     return real(**fields | {"sampling": structs.replace(sampling, seed=sampling.seed + 1)})
@@ -215,7 +219,7 @@ PLANTED: dict[str, Plant] = {
     "a failure ends the stream without a word": around(RequestRunner, "run", _silent_end),
     "both legs draw other numbers": around(launch, "DecodeLeg", _other_seed),
     "text does not go on from what was given": instead(Engine, "_accept_given", _without_text),
-    "nothing is tried again": instead(RequestRunner, "_may_go_on", lambda *_: False),
+    "nothing is tried again": instead(RequestRunner, "_may_go_on", _never),
     # Leaks.
     "a cancelled request keeps its blocks": instead(Engine, "cancel", nothing),
     "a leg that is not wanted is not closed": instead(SimLeg, "close", nothing),
