@@ -78,6 +78,12 @@ class PrefixCache:
         key = self._keys(chunk.request)[chunk.end // self._piece_tokens - 1]
         self._pool.let_go(self._pieces.pop(key))
 
+    def forget_prompt(self, request: Request) -> None:
+        """Its answer failed: what was kept of its prompt, or found, may be what it failed by."""
+        for key in self._keys(request):
+            if (block_ids := self._pieces.pop(key, None)) is not None:
+                self._pool.let_go(block_ids)
+
     def owned(self) -> Iterable[list[BlockId]]:
         return self._pieces.values()
 

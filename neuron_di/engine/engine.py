@@ -324,6 +324,8 @@ class Engine:
             self._break(request, error)
             return
         _log.exception("step_failed", request=request.request_id)
+        if self._scheduler.prefixes is not None:
+            self._scheduler.prefixes.forget_prompt(request)
         self._break(request, WorkerFailed(f"the step failed: {type(error).__name__}"))
 
     def _add(self, request: Request) -> None:

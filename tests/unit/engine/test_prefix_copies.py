@@ -153,25 +153,38 @@ def test_a_piece_that_cannot_be_kept_fails_its_request_alone(make_keeping, role,
     (broken,) = run(rig, rig.request("a", PROMPT))
     assert (broken.key, type(broken.error)) == (key("a"), WorkerFailed)
     assert "out of luck" not in str(broken)
-    assert num_kept(rig) == num_before
-    assert rig.engine.blocks.cached == 2 * num_before
-    for name, num_found in (("b", 8 * num_before), ("c", 16)):
+    assert num_kept(rig) == rig.engine.blocks.cached == 0
+    for name, num_found in (("b", 0), ("c", 16)):
         request = rig.request(name, PROMPT)
         assert isinstance(run(rig, request)[0], Emitted)
         assert request.num_cached == num_found
 
 
 @roles
-def test_a_piece_that_cannot_be_copied_from_fails_its_request_and_stays(make_keeping, role):
+def test_a_piece_that_cannot_be_copied_from_fails_its_request_and_goes(make_keeping, role):
     rig = make_keeping(role)
+    run(rig, rig.request("other", range(200, 209)))
     first = token_ids(run(rig, rig.request("a", PROMPT)))
     rig.backend.copy_failures = [MemoryError("out of luck")]
     (broken,) = run(rig, rig.request("b", PROMPT))
     assert isinstance(broken.error, WorkerFailed)
-    assert num_kept(rig) == 2
+    assert num_kept(rig) == 1, "the other prompt's"
     again = rig.request("b", PROMPT, attempt=1)
     assert token_ids(run(rig, again)) == first
-    assert again.num_cached == 16
+    assert again.num_cached == 0
+
+
+@roles
+def test_kv_that_is_spoilt_fails_one_request_and_is_not_found_again(make_keeping, role):
+    rig = make_keeping(role)
+    first = token_ids(run(rig, rig.request("a", PROMPT)))
+    for block_ids in rig.prefixes.owned():
+        rig.backend.pool.tensor()[block_ids] = float("nan")
+    (broken,) = run(rig, rig.request("b", PROMPT))
+    assert isinstance(broken.error, WorkerFailed)
+    again = rig.request("b", PROMPT, attempt=1)
+    assert token_ids(run(rig, again)) == first
+    assert again.num_cached == 0
 
 
 def test_those_who_decode_meanwhile_go_on(make_keeping):
