@@ -78,7 +78,8 @@ async def test_while_parked_for_a_busy_decode_worker(narrow: Client) -> None:
     await _leave(parked)
     await _until(narrow, "decode-0", num_running=1, num_waiting=0)
     # A worker counts its blocks at the end of a turn, its requests at any time.
-    num_blocks = (await narrow.load())["prefill-0"]["num_blocks"]
+    status = (await narrow.load())["prefill-0"]
+    num_blocks = status["num_blocks"] - status["num_blocks_cached"]
     counts = {"num_running": 0, "num_transferring": 0, "num_blocks_free": num_blocks}
     await _until(narrow, "prefill-0", **counts)
     load = await narrow.load()

@@ -111,7 +111,7 @@ def is_at_rest(worker: Worker) -> bool:
     status = worker.status()
     buffer = worker.prefill._send_buffer if worker.prefill is not None else None
     return (
-        status.num_blocks_free == status.num_blocks
+        status.num_blocks_free + status.num_blocks_cached == status.num_blocks
         and status.num_waiting == status.num_running == status.num_transferring == 0
         and len(worker.legs) == 0
         and (buffer is None or not any(e.ready for e in buffer.lookup_dict.values()))
