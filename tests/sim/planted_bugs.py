@@ -9,7 +9,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from msgspec import structs
-from planted_prefix_bugs import PREFIX_BUGS
+from planted_prefix_bugs import PREFIX_BUGS, PREFIX_MASKED
 from planting import Plant, around, both, instead, nothing, row, without
 
 from neuron_di.core import BlockPool, DecodeScheduler, PrefillChunk
@@ -241,6 +241,7 @@ PLANTED: dict[str, Plant] = {
 }
 
 MASKED: dict[str, tuple[Plant, str]] = {
+    **PREFIX_MASKED,
     "Done releases nothing": (
         without(SENDER, (_S.PULLING, _SE.DONE), _SA.RELEASE),
         "the proxy closes the prefill leg a second after the end, which frees its blocks",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
-from planting import Plant, around, instead, nothing
+from planting import Plant, around, both, instead, nothing
 
 from neuron_di.core import PrefillChunk, PrefixCache
 from neuron_di.engine import engine
@@ -75,7 +75,10 @@ PREFIX_BUGS: dict[str, Plant] = {
     "KV of the decode kernel is kept": around(PrefixCache, "keep", _keeping_replays),
     "what is kept is not copied": around(PrefixCache, "keep", _kept_uncopied),
     "what is found is not copied": around(engine, "prefill", _found_uncopied),
-    "a piece whose copy failed stays": instead(PrefixCache, "forget_piece", nothing),
+    "pieces whose copy failed stay": both(
+        instead(PrefixCache, "forget_piece", nothing),
+        instead(PrefixCache, "forget_prompt", nothing),
+    ),
     "a piece lacks a block": around(PrefixCache, "keep", _kept_in_part),
     "a whole prompt is found": around(PrefixCache, "next_of", _found_to_the_end),
     "kept blocks are taken, and their pieces stay": around(
@@ -84,5 +87,16 @@ PREFIX_BUGS: dict[str, Plant] = {
     "nobody gets blocks that are kept": instead(PrefixCache, "_forget", nothing),
     "tenants share what is kept": lambda: mock.patch.object(
         Tenant, "cache_scope", property(lambda _: "")
+    ),
+}
+
+PREFIX_MASKED: dict[str, tuple[Plant, str]] = {
+    "a piece whose copy failed stays": (
+        instead(PrefixCache, "forget_piece", nothing),
+        "the step failed by that, and its prompt takes along what was kept of it",
+    ),
+    "a prompt whose step failed leaves its pieces": (
+        instead(PrefixCache, "forget_prompt", nothing),
+        "a piece whose copy failed is forgotten, and no fault here spoils KV that is kept",
     ),
 }

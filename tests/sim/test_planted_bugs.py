@@ -16,7 +16,7 @@ NOTICED_BY = {
     "blocks are reused while they are written": 438,
     "blocks are taken that were given up": 522,
     "KV of the decode kernel is kept": 62,
-    "a piece whose copy failed stays": 124,
+    "pieces whose copy failed stay": 124,
     "a continuation starts from nothing": 49,
     "errors of the engine are dropped": 215,
     "nothing is tried again": 31,
